@@ -133,8 +133,9 @@ def golden_row(golden: Golden) -> Row:
 def out_of_order(plan: StepPlan) -> list[str]:
     """The rows of a step's table whose cells no group has run in that order.
 
-    A block that is cut in two, or several that are one executable, stand for the same cells; where nothing waits for the
-    gradient of a stage's input there is no I. An R that the table does not name runs with the backward that reads it.
+    A block that is cut in two, or several that are one executable, stand for the same cells; those of an entry run in any
+    order. Where nothing waits for the gradient of a stage's input there is no I. An R that the table does not name runs
+    with the backward that reads it.
     """
     ran: dict[DeviceMesh, list[TableCell]] = {}
     for one in plan.instructions.steps:
@@ -145,9 +146,13 @@ def out_of_order(plan: StepPlan) -> list[str]:
     rows = table.rows if table is not None else ()
     named = {cell for row in rows for cell in cells_of(row)}
     backwards = [[_with_again(entry.cells, named) for entry in row] for row in rows]
-    wanted = [[c for cells in row for c in _in_halves(cells) if (c.stage, c.kind) in every] for row in backwards]
+    wanted = [
+        {c: place for place, cells in enumerate(row) for c in _in_halves(cells) if (c.stage, c.kind) in every}
+        for row in backwards
+    ]
     assert len(wanted) == len(ran), "each group has a row"
-    return [str(row[0]) for row in wanted if row not in ran.values()]
+    in_order = [row for own in ran.values() for row in wanted if [*map(row.get, own)] == [*row.values()]]
+    return [str(next(iter(row))) for row in wanted if row not in in_order]
 
 
 def _with_again(cells: Sequence[TableCell], named: Set[TableCell]) -> list[TableCell]:

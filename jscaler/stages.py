@@ -24,6 +24,7 @@ from jscaler.lower.blocks import make_programs
 from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.instructions import instructions
 from jscaler.lower.numbering import Keys, flatten
+from jscaler.lower.overlapped import Overlapping
 from jscaler.lower.segment import CutProgram, PlacedBlock, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.lower.twins import twin_key, twin_of
@@ -188,7 +189,8 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     every = _as_groups_run_them(segments, completed)
     between = orders_on_groups(source.graph, plan) if made.spanning is not None else []
     outputs = len(graph.outputs)
-    runs_as, steps = instructions(graph, every, made.transfers, made.spanning, outputs, plan.table, between)
+    is_one = Overlapping(every, made.transfers, cost).is_one
+    runs_as, steps = instructions(graph, every, made.transfers, made.spanning, outputs, plan.table, between, is_one)
     return StepPlan(
         source.graph,
         graph,
@@ -223,7 +225,8 @@ def reordered(step: StepPlan, table: Table) -> StepPlan:
     plan = dataclasses.replace(step.plan, decisions=(*rest, Schedule(str(table))))
     between = orders_on_groups(step.source, plan)
     outputs, every = len(step.graph.outputs), _as_groups_run_them(step.segments, step.completed)
-    runs_as, steps = instructions(step.graph, every, step.transfers, step.spanning, outputs, table, between)
+    is_one = Overlapping(every, step.transfers, step.cost).is_one
+    runs_as, steps = instructions(step.graph, every, step.transfers, step.spanning, outputs, table, between, is_one)
     assert len(runs_as) == len(step.blocks), "the table has other kinds of blocks"
     return dataclasses.replace(step, plan=plan, instructions=steps, blocks=tuple(runs_as))
 

@@ -83,6 +83,7 @@ def _in_units(cluster: Cluster, path: str) -> Cluster:
         if (reached := device.reached) is not None:
             figures.append(("device.reached.bandwidth", reached.bandwidth, "bytes per second", 1e6, MOST))
             figures.append(("device.reached.launch", reached.launch, "seconds", 0.0, 1.0))
+            figures.append(("device.reached.interference", reached.interference, "times as long", 1.0, 100.0))
             rates = vars(reached.products).items()
             figures += [(f"device.reached.products.{of}", rate, "FLOP/s", 1e6, 1e20) for of, rate in rates if rate]
     for key, value, unit, least, most in figures:

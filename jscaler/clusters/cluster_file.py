@@ -16,6 +16,7 @@ from jscaler.errors import DeviceError, UnknownNameError, shown
 _PEAKS = tuple(field.name for field in dataclasses.fields(Peak))
 _FIELDS = tuple(field.name for field in dataclasses.fields(DeviceKind) if field.name not in ("peak", "reached"))
 _REACHED = tuple(field.name for field in dataclasses.fields(Reached) if field.name != "products")
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Reached) if f.default is not dataclasses.MISSING}
 _FRACTIONS = ("bandwidth", "clock")  # of the fields, those that need not be whole numbers
 
 
@@ -175,8 +176,9 @@ def _reached(path: Path, entry: Any, kind: DeviceKind, like: DeviceKind | None) 
     if not isinstance(entry, dict):
         raise DeviceError(f"{path}: 'device.reached' is {shown(entry)}; give a table [device.reached]")
     _refuse_unknown(path, entry, (*_REACHED, "products"), "device.reached.")
+    known = vars(usual) if usual else _DEFAULTS
     values = {
-        name: getattr(usual, name) if usual and name not in entry else _number(path, entry, name, float, "device.reached.")
+        name: known[name] if name in known and name not in entry else _number(path, entry, name, float, "device.reached.")
         for name in _REACHED
     }
     products = _peak(path, entry.get("products"), usual and usual.products, "reached.products")

@@ -1,9 +1,12 @@
-"""What one device reaches: products, memory, and the time from kernel to kernel, measured where it is at hand.
+"""What one device reaches: products, memory, the time from kernel to kernel, and products beside copies, measured where it
+is at hand.
 
 Two programs that differ in how often they do a thing run in turn, warmed up; the difference of their times is free of
 dispatch, as for collectives (`clusters.measure`).
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -11,12 +14,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import SingleDeviceSharding
 
 from jscaler.clusters.device import DeviceKind, Peak, Reached
 from jscaler.clusters.timing import interleaved
 
 Device = Any  # jax.Device, which type checkers take for a variable
-What = Literal["product", "memory", "chain"]
+What = Literal["product", "memory", "chain", "beside"]
 
 CHAIN = 16  # rows and columns of the products of a chain
 # Of the time from one small product of a chain to the next, what passes between two kernels: of an H200's 3.9 µs the
@@ -35,9 +39,10 @@ class DeviceTrial(NamedTuple):
     """A measurement to make.
 
     Attributes:
-        what: a product of ``size`` x ``size`` matrices, ``size`` bytes read and written, or a chain of small products.
+        what: a product of ``size`` x ``size`` matrices, ``size`` bytes read and written, a chain of small products, or
+            products beside copies from the device.
         field: of a product the field of ``Peak`` that it is for; else nothing.
-        repeats: how often the longer program does it more than the shorter.
+        repeats: how often the longer program does it more than the shorter; beside copies, how many products there are.
     """
 
     what: What
@@ -47,7 +52,12 @@ class DeviceTrial(NamedTuple):
 
 
 class DeviceSample(NamedTuple):
-    """What a trial took: FLOPs and seconds of one product, bytes and seconds of one pass, or a kernel's seconds."""
+    """What a trial took.
+
+    Attributes:
+        amount: FLOPs of one product, or bytes of one pass; beside copies, how many times as long a product takes.
+        seconds: of one product, pass or kernel.
+    """
 
     trial: DeviceTrial
     amount: float
@@ -55,7 +65,10 @@ class DeviceSample(NamedTuple):
 
 
 def device_trials(kind: DeviceKind, quick: bool = False) -> Iterator[DeviceTrial]:
-    """Products of each type that the kind has units for, by size; memory by size; and a chain. ``quick`` has one size."""
+    """Products of each type that the kind has units for, by size; memory by size; a chain; and products beside copies.
+
+    ``quick`` has one size.
+    """
     for field in _FIELDS:
         rate = getattr(kind.peak, field)
         for size in (256,) if quick else (1024, 2048, 4096, 8192):
@@ -64,10 +77,18 @@ def device_trials(kind: DeviceKind, quick: bool = False) -> Iterator[DeviceTrial
     for size in (1 << 22,) if quick else (1 << 30, 1 << 28, 1 << 26):
         yield DeviceTrial("memory", "", size, 8 if quick else (8 << 30) // size)
     yield DeviceTrial("chain", "", CHAIN, 8 if quick else 192)
+    field, size = "bfloat16" if kind.peak.bfloat16 else "float16", 256 if quick else 8192
+    yield DeviceTrial("beside", field, size, 2 if quick else max(2, round(getattr(kind.peak, field) * 0.025 / size**3)))
 
 
-def measure_device(trial: DeviceTrial, device: Device, rounds: int) -> DeviceSample:
-    """Seconds of one product, one pass over memory, or one kernel of a chain: the least of ``rounds``."""
+def measure_device(trial: DeviceTrial, device: Device, rounds: int, other: Device | None = None) -> DeviceSample:
+    """Seconds of one product, one pass over memory, or one kernel of a chain: the least of ``rounds``.
+
+    Args:
+        other: where copies go beside which products run; by default to the host.
+    """
+    if trial.what == "beside":
+        return _beside(trial, device, rounds, other)
     with jax.enable_x64(trial.field == "float64"), jax.default_device(device):
         made, once, amount = _of(trial)
         operand = jax.block_until_ready(jax.jit(made)())
@@ -78,6 +99,29 @@ def measure_device(trial: DeviceTrial, device: Device, rounds: int) -> DeviceSam
     if seconds <= 0:  # noise: what the long program took in all is an upper bound
         seconds = min(times[1]) / (2 + trial.repeats)
     return DeviceSample(trial, amount, seconds)
+
+
+def _beside(trial: DeviceTrial, device: Device, rounds: int, other: Device | None) -> DeviceSample:
+    """Products alone, and beside copies that take at least as long: the least of ``rounds`` each."""
+    host = SingleDeviceSharding(device, memory_kind="pinned_host")
+    with jax.default_device(device):
+        made, once, _ = _of(trial)
+        products, operand = jax.jit(_looped(once, trial.repeats)), jax.jit(made)()
+        large = jax.jit(lambda: jnp.ones(4 * trial.size**2))()
+
+    def copy() -> Array:
+        return jax.device_put(large, host if other is None else other)
+
+    alone, copying = (min(times) for times in interleaved([lambda: products(operand), copy], rounds))
+    count = math.ceil(2 * alone / copying)
+    beside: list[float] = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        result, copies = products(operand), [copy() for _ in range(count)]
+        jax.block_until_ready(result)
+        beside.append(time.perf_counter() - begin)
+        jax.block_until_ready(copies)
+    return DeviceSample(trial, max(1.0, min(beside) / alone), min(beside) / trial.repeats)
 
 
 def _of(trial: DeviceTrial) -> tuple[Callable[[], Array], Callable[[Array], Array], float]:
@@ -126,4 +170,6 @@ def fit_reached(samples: Sequence[DeviceSample], kind: DeviceKind, like: Reached
     chains = [sample.seconds for sample in samples if sample.trial.what == "chain"]
     found = replace(like, products=Peak(**rates))
     found = replace(found, bandwidth=passes[0]) if passes else found  # of the largest: others fit into caches
-    return replace(found, launch=BETWEEN * min(chains)) if chains else found
+    found = replace(found, launch=BETWEEN * min(chains)) if chains else found
+    beside = [sample.amount for sample in samples if sample.trial.what == "beside"]
+    return replace(found, interference=max(beside)) if beside else found

@@ -37,7 +37,7 @@ def calibrate_(
     quick: Annotated[bool, typer.Option("--quick", help="small sizes, two runs of each")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
 ) -> None:
-    """Measure products, memory and launches of one device, and collectives where there are several.
+    """Measure products, memory and launches of one device, products beside copies, and collectives where there are several.
 
     The file that it writes is a cluster: give it as --target, or to jscaler.cost.
 
@@ -57,7 +57,7 @@ def calibrate_(
     rounds = 2 if quick else rounds
     alone = list(device_trials(kind, quick))
     samples = [
-        measure_device(trial, chosen[0], rounds)
+        measure_device(trial, chosen[0], rounds, chosen[1] if len(chosen) > 1 else None)
         for trial in track(alone, "measuring a device", console=console, transient=True)
     ]
     fits: list[Calibration] = []
@@ -98,6 +98,8 @@ def samples_table(samples: Sequence["DeviceSample"], kind: DeviceKind) -> Table:
             )
         elif what == "memory":
             shown = f"{readable_bytes(size)} read and written", f"{rate / 1e9:.4g} GB/s", f"{rate / kind.bandwidth:.0%}"
+        elif what == "beside":
+            shown = f"{field}, {size} × {size} × {size}, while copies leave", f"{amount:.3g} times as long", ""
         else:
             shown = "a small product behind another", "", ""
         rows.append((what, shown[0], readable_seconds(seconds), *shown[1:]))
@@ -131,7 +133,10 @@ def _record(cluster: Cluster, samples: Sequence["DeviceSample"]) -> dict[str, An
     reached = cluster.device.reached
     return {
         "cluster": cluster.name, "device": cluster.device.name, "devices": cluster.num_devices,
-        "reached": {"products": vars(reached.products), "bandwidth": reached.bandwidth, "launch": reached.launch},
+        "reached": {
+            "products": vars(reached.products), "bandwidth": reached.bandwidth, "launch": reached.launch,
+            "interference": reached.interference,
+        },
         "links": {key: vars(getattr(cluster, key)) for key in ("inside", "between")},
         "samples": [{**s.trial._asdict(), "amount": s.amount, "seconds": s.seconds} for s in samples],
     }  # fmt: skip

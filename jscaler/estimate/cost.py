@@ -58,11 +58,11 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Seconds:
-    """A step by what is reached of its devices and links; communication hides behind nothing.
+    """A step by what is reached of its devices and links.
 
     Attributes:
         compute: every kernel, one after the other; None where the cluster does not say what its devices are.
-        communication: every collective, one after the other.
+        communication: every collective, one after the other, but for what hides in overlapped entries of a table.
         waiting: for other device groups, and for what they send.
     """
 
@@ -113,6 +113,7 @@ class DeviceShare:
         moved: bytes of the device's memory that kernels read and write.
         launches: kernels.
         sent: in collectives, and from group to group; its seconds are those of the collectives.
+        hidden: seconds of these that hide behind arithmetic.
     """
 
     devices: tuple[int, ...]
@@ -121,11 +122,17 @@ class DeviceShare:
     moved: int
     launches: int
     sent: Traffic
+    hidden: float = 0.0
+
+    @property
+    def communication(self) -> float:
+        """Seconds of collectives beside which nothing is computed."""
+        return self.sent.seconds - self.hidden
 
     @property
     def busy(self) -> float:
         """Seconds."""
-        return (self.compute or 0.0) + self.sent.seconds
+        return (self.compute or 0.0) + self.communication
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,7 @@ class Cost:
         """Of the devices that have most to do."""
         busiest = max(self.shares, key=lambda share: share.busy)
         waiting = max(0.0, self.elapsed - busiest.busy) if self.elapsed is not None else 0.0
-        return Seconds(busiest.compute, busiest.sent.seconds, waiting)
+        return Seconds(busiest.compute, busiest.communication, waiting)
 
     @cached_property
     def by_devices(self) -> tuple[MemoryEstimate, ...]:
@@ -266,7 +273,7 @@ def _shares(cost: Cost) -> list[str]:
     for share in cost.shares:
         waiting = "" if not total else f"{1 - share.busy / total:.0%}"
         memory = peaks[share.devices]
-        times = readable_seconds(share.compute), readable_seconds(share.sent.seconds), waiting
+        times = readable_seconds(share.compute), readable_seconds(share.communication), waiting
         sizes = readable_bytes(share.sent.total), readable_bytes(memory.peak)
         rows.append((devices_text(share.devices), f"{share.flops:.3g}", *times, *sizes, memory.at))
     return ["", *aligned(rows)]

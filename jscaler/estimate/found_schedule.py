@@ -37,8 +37,8 @@ def find_schedule(
         seed: of the solver.
 
     Raises:
-        PlanError: as `simulate`; the step has no loop over several device groups, or runs blocks as one executable; no
-            order keeps within the memory.
+        PlanError: as `simulate`; the step has no loop over several device groups, or its table overlaps blocks; no order
+            keeps within the memory.
         JscalerError: OR-Tools is not installed.
 
     Example:
@@ -54,4 +54,5 @@ def find_schedule(
     step = step_of("find_schedule", lowered) if plan is None or on is None else planned(lowered, plan, on)
     if memory is None and on is not None and on.memory:
         memory = MARGIN * on.memory
-    return searched_order(step, block_seconds_of(step, on, seconds), hop_seconds_of(step, on, hops), memory, limit, seed)
+    prices = block_seconds_of(step, on, seconds), hop_seconds_of(step, on, hops)
+    return searched_order(step, *prices, memory, limit, seed, on.interference if on is not None else 1.0)

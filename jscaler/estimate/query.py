@@ -18,7 +18,7 @@ from jscaler.estimate.cost import Cost, DeviceShare, OpCost, Profiled
 from jscaler.estimate.profile import Profile, load_profile
 from jscaler.estimate.searched_order import with_searched_schedule
 from jscaler.estimate.timed_step import timed_step
-from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader, traffic_in, traffic_of_hop
+from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader, traffic_of_hop
 from jscaler.estimate.waiting import devices_alike
 from jscaler.estimate.works import computed
 from jscaler.ir import Graph
@@ -134,13 +134,12 @@ def _elapsed(step: StepPlan, blocks: Sequence[BlockCost], cluster: Cluster) -> t
     if cluster.device is None:
         return None, None
     bound = cluster.at_peaks()
-    assert bound.device is not None
-    at_peaks = [one.work.seconds(bound.device) + traffic_in(one.block.flat.items, bound).seconds for one in blocks]
+    at_peaks = [one.on(bound) for one in blocks]
     if len(blocks) == 1:
-        return None, at_peaks[0]
+        return None, at_peaks[0].seconds
     found = []
-    for seconds, on in (([one.seconds for one in blocks], cluster), (at_peaks, bound)):
-        runs, _ = timed_step(step, seconds, hop_seconds(step, on))
+    for own, on in ((blocks, cluster), (at_peaks, bound)):
+        runs, _ = timed_step(step, [one.seconds for one in own], hop_seconds(step, on), interference=on.interference)
         found.append(max(one.end for one in runs))
     return found[0], found[1]
 
@@ -180,5 +179,6 @@ def _shares(step: StepPlan, blocks: Sequence[BlockCost], cluster: Cluster) -> tu
             sum(one.runs * of(one.work) for one in own)
             for of in (lambda work: work.flops, lambda work: work.read + work.written, lambda work: work.launches)
         )
-        found.append(DeviceShare(devices, flops, seconds, moved, launches, sum_of(sent)))
+        hidden = math.fsum(one.runs * one.hidden for one in own)
+        found.append(DeviceShare(devices, flops, seconds, moved, launches, sum_of(sent), hidden))
     return tuple(found)

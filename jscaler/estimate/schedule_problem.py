@@ -16,7 +16,7 @@ from jscaler.estimate.memory import memory_by_devices
 from jscaler.estimate.waiting import Held, Waiting, devices_alike
 from jscaler.lower.instructions import Instruction, Run, Send, Slot
 from jscaler.lower.step_plan import StepPlan
-from jscaler.tables import BlockKind, Table, TableCell
+from jscaler.tables import BlockKind, Overlap, Table, TableCell
 from jscaler.tables.search.problem import Edge, Key, Problem, SearchBlock
 from jscaler.tables.search.replay import replay
 from jscaler.text.units import readable_bytes
@@ -37,12 +37,16 @@ def schedule_problem(
         donated: whether the step updates its state in place.
 
     Raises:
-        PlanError: the step has no loop over several device groups, or runs blocks as one executable.
+        PlanError: the step has no loop over several device groups, or its table overlaps blocks.
     """
     table = step.instructions.table
     if table is None or step.spanning is None:
         raise PlanError(
             f"'{step.name}' has no loop over micro-batches that lies on several device groups: nothing to order"
+        )
+    if (pair := next((str(e) for row in table.rows for e in row if isinstance(e, Overlap)), None)) is not None:
+        raise PlanError(
+            f"the table of '{step.name}' overlaps blocks, {pair}: search the order of a step whose table has no such entry"
         )
     found = _Blocks.of(step, seconds, hops, donated)
     problem = found.problem(step.name, step.spanning.loop.parts)
@@ -111,11 +115,6 @@ class _Blocks:
         What the table does not name is part of a backward: what that computes again, or the backward as a whole.
         """
         names: Sequence[Key] = self.step.instructions.names.get(run.block, ())
-        if len(run.microbatches) > 1:
-            raise PlanError(
-                f"'{self.step.name}' runs {' and '.join(f'{stage}{kind}' for stage, kind in names)} as one executable; "
-                "search the order of a step whose table has no overlapped entries"
-            )
         for stage, kind in names:
             every: tuple[BlockKind, ...] = (kind, *BACKWARDS)
             return TableCell(stage, next(one for one in every if (stage, one) in self.named), min(run.microbatches))

@@ -67,7 +67,13 @@ class Searched:
 
 
 def searched_order(
-    step: StepPlan, blocks: Sequence[float], hops: Sequence[float], memory: float | None, limit: float, seed: int
+    step: StepPlan,
+    blocks: Sequence[float],
+    hops: Sequence[float],
+    memory: float | None,
+    limit: float,
+    seed: int,
+    interference: float = 1.0,
 ) -> Searched:
     """The best order of ``step``; raises as `jscaler.find_schedule`.
 
@@ -75,11 +81,12 @@ def searched_order(
         blocks, hops: seconds of a run of each block, and of each transfer.
         memory: bytes of each device; None for no limit.
         limit: seconds of the solver.
+        interference: by which sends slow down blocks: in what is said of the step, not in the search.
     """
     problem, table = schedule_problem(step, blocks, hops, memory)
     found = search_schedule(problem, limit, seed, [table])
     best = _parts_together(step, found.table)
-    before, after = (_makespan(one, blocks, hops) for one in (step, reordered(step, best)))
+    before, after = (_makespan(one, blocks, hops, interference) for one in (step, reordered(step, best)))
     return Searched(best, after, before, found)
 
 
@@ -99,8 +106,9 @@ def _parts_together(step: StepPlan, table: Table) -> Table:
     return Table(tuple(map(tuple, rows)))
 
 
-def _makespan(step: StepPlan, blocks: Sequence[float], hops: Sequence[float]) -> float:
-    return max((run.end for run in timed_step(step, blocks, hops)[0]), default=0.0)
+def _makespan(step: StepPlan, blocks: Sequence[float], hops: Sequence[float], interference: float) -> float:
+    runs, _ = timed_step(step, blocks, hops, interference=interference)
+    return max((run.end for run in runs), default=0.0)
 
 
 def with_searched_schedule(captured: Captured, plan: Plan, cost: CostModel) -> Plan:
@@ -127,7 +135,7 @@ def with_searched_schedule(captured: Captured, plan: Plan, cost: CostModel) -> P
     for step in steps:
         prices = block_seconds(step, cluster), hop_seconds(step, cluster)
         try:
-            found.append(searched_order(step, *prices, MARGIN * cluster.memory or None, LIMIT, 0))
+            found.append(searched_order(step, *prices, MARGIN * cluster.memory or None, LIMIT, 0, cluster.interference))
         except PlanError as error:
             failed.append(error)
     if not found:

@@ -32,6 +32,7 @@ def simulate(
         lowered: a step that is lowered, ``train_step.lower(...)``, or compiled, or its ``.plan``; or, with a plan, a graph.
         plan: as `jscaler.cost` takes it: of a finished step it is left out, ``jscaler.simulate(lowered, cluster)``.
         cluster: whose devices and links the seconds are of: a `Cluster`, a name (``"4x8xH100-80GB"``) or a .toml file.
+            Sends slow down the blocks beside them by the interference of its devices; without a cluster by nothing.
         seconds: of one run of each block instead, as measured (``compiled.measure(…).blocks``): by number, or by name
             (``{"0F": 0.01, "0B": 0.02, …}``; others take none).
         hops: seconds of each of the step's transfers; by default by the cluster's links, or none.
@@ -54,7 +55,7 @@ def simulate(
     on = cluster if isinstance(cluster, Cluster) or cluster is None else find_cluster(cluster)
     step = step_of("simulate", lowered) if plan is None or on is None else planned(lowered, plan, on)
     blocks, hops = block_seconds_of(step, on, seconds), hop_seconds_of(step, on, hops)
-    runs, sent = timed_step(step, blocks, hops, sends)
+    runs, sent = timed_step(step, blocks, hops, sends, on.interference if on is not None else 1.0)
     alone, _ = timed_step(step, blocks, [0.0] * len(hops))
     exposed = max((one.end for one in runs), default=0.0) - max((one.end for one in alone), default=0.0)
     memory = memory_over_time(step, [(one.begin, one.end) for one in runs], donated)

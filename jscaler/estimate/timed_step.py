@@ -2,7 +2,8 @@
 hop.
 
 Groups run their blocks in the order of the instructions, each when its devices are free and what it reads is there. Sends
-between two groups follow one another, beside the blocks; or, as a *rendezvous*, they take both ends' time.
+between two groups follow one another, beside the blocks of both, which they slow down by the devices' interference; or, as
+a *rendezvous*, they take both ends' time.
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Literal, get_args
 from jscaler.errors import PlanError, shown
 from jscaler.lower.instructions import Run, Send, Slot
 from jscaler.lower.step_plan import StepPlan
-from jscaler.tables.simulator import Task, times_of
+from jscaler.tables.tasks import Task, times_of
 from jscaler.tables.timeline import Devices, TimedRun, TimedSend
 
 Sends = Literal["asynchronous", "rendezvous"]
@@ -24,16 +25,21 @@ def check_sends(sends: Any) -> None:
 
 
 def timed_step(
-    step: StepPlan, blocks: Sequence[float], hops: Sequence[float], sends: Sends = "asynchronous"
+    step: StepPlan,
+    blocks: Sequence[float],
+    hops: Sequence[float],
+    sends: Sends = "asynchronous",
+    interference: float = 1.0,
 ) -> tuple[list[TimedRun], list[TimedSend]]:
     """All runs of blocks, and all sends, in the order of the instructions.
 
     Args:
         blocks: the seconds of one run of each block.
         hops: the seconds of each transfer.
+        interference: how many times as long a block takes while something is sent from or to its devices.
     """
     tasks = step_tasks(step, blocks, hops, sends)
-    return with_times(step, tasks, times_of(tasks))
+    return with_times(step, tasks, times_of(tasks, interference))
 
 
 def step_tasks(step: StepPlan, blocks: Sequence[float], hops: Sequence[float], sends: Sends = "asynchronous") -> list[Task]:
@@ -42,15 +48,18 @@ def step_tasks(step: StepPlan, blocks: Sequence[float], hops: Sequence[float], s
     maker: dict[Slot, int] = {}
     for one in step.instructions.steps or (Run(0, (), ()),):
         places: tuple[Hashable, ...] = ()
+        slows: tuple[Hashable, ...] = ()
         if isinstance(one, Run):
             reads, writes, places, taken = one.reads, one.writes, step.blocks[one.block].group.devices, blocks[one.block]
         elif isinstance(one, Send):
             source, target = _ends(step, one)
             reads, writes, taken = (one.source,), (one.target,), hops[one.transfer]
-            places = ((source, target),) if sends == "asynchronous" else ((source, target), *source, *target)
+            places, slows = ((source, target),), (*source, *target)
+            if sends == "rendezvous":
+                places, slows = (*places, *slows), ()
         else:
             reads, writes, taken = one.pieces, (one.target,), 0.0
-        tasks.append(Task(places, taken, tuple({maker[slot] for slot in reads if slot in maker})))
+        tasks.append(Task(places, taken, tuple({maker[slot] for slot in reads if slot in maker}), slows))
         maker.update(dict.fromkeys(writes, len(tasks) - 1))
     return tasks
 

@@ -1,20 +1,20 @@
 """What a program sends: bytes and seconds of every exchange, by the class of links that it crosses."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import jax.numpy as jnp
 import numpy as np
 
 from jscaler.clusters import Cluster
 from jscaler.clusters.transition_kinds import sends
 from jscaler.lower.flat_program import Exchange, FlatLoop, Item
+from jscaler.lower.overlapped import exchanges_outside_loops
 from jscaler.lower.program import Adapt, Compute, Extend, walk
 from jscaler.lower.segment import Segment
 from jscaler.lower.spanning_loop import Transfer
 from jscaler.materialize import Layout
-from jscaler.materialize.edges import halo_cost, messages
-from jscaler.materialize.transitions import Transition, price_of, rounds_of
+from jscaler.materialize.edges import messages
+from jscaler.materialize.transitions import Transition, rounds_of
 
 Moved = Mapping[str, tuple[int, float]]  # kind of collective -> how often, and bytes that each device sends
 RESULTS = ""  # in place of an op's path: what is moved behind the last op
@@ -85,7 +85,7 @@ def moved_by_reader(segments: Iterable[Segment]) -> dict[str, list[tuple[Adapt |
     table: dict[str, list[tuple[Adapt | Extend, int, int]]] = {}
     for segment in segments:
         # adapters that moved across a cast carry its narrow side; equal ones are made once
-        itemsizes = {e.adapt.output: _itemsize(e) for e in segment.flat.exchanges}
+        itemsizes = {e.adapt.output: e.itemsize for e in segment.flat.exchanges}
         waiting: list[tuple[Adapt | Extend, int, int]] = []
         for task, times in walk(segment.program.tasks, segment.program.times):
             if isinstance(task, Compute):
@@ -100,7 +100,13 @@ def moved_by_reader(segments: Iterable[Segment]) -> dict[str, list[tuple[Adapt |
 def traffic_in(items: Iterable[Item], cluster: Cluster) -> Traffic:
     """What items of a flat program send, those of loops as often as these run."""
     priced = _Priced(cluster)
-    return sum_of(priced.of(one.adapt, _itemsize(one), times) for one, times in _exchanges(items, 1))
+    return sum_of(priced.of(one.adapt, one.itemsize, times) for one, times in _exchanges(items, 1))
+
+
+def outer_traffic(items: Sequence[Item], cluster: Cluster) -> Traffic:
+    """The same without what is sent in loops."""
+    priced = _Priced(cluster)
+    return sum_of(priced.of(one.adapt, one.itemsize, times) for one, times in exchanges_outside_loops(items))
 
 
 def _exchanges(items: Iterable[Item], times: int) -> Iterator[tuple[Exchange, int]]:
@@ -110,10 +116,6 @@ def _exchanges(items: Iterable[Item], times: int) -> Iterator[tuple[Exchange, in
             yield item, times
         elif isinstance(item, FlatLoop):
             yield from _exchanges(item.items, times * item.loop.length)
-
-
-def _itemsize(exchange: Exchange) -> int:
-    return getattr(exchange.input.aval.dtype, "itemsize", 8)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -138,14 +140,10 @@ def traffic_of(task: Adapt | Extend, itemsize: int, times: int, cluster: Cluster
             _messages("halo", [(pairs, elements * itemsize)], count, cluster)
             for pairs, elements in messages(task.layout, task.edges)
         ]
-        seconds = halo_cost(task.layout, task.edges, itemsize, cluster)
     else:
-        if task.reduce_dtype is not None and task.adapter.adds:
-            itemsize = jnp.dtype(task.reduce_dtype).itemsize
-        steps = [(layout, step) for layout, step in task.adapter.walk if sends(step.kind)]
-        parts = [_transition(layout, step, itemsize, cluster) for layout, step in steps]
-        seconds = sum(price_of(layout, step, itemsize, cluster) for layout, step in steps)
-    return replace(sum_of(parts), seconds=seconds).repeated(times)
+        own = task.sent_itemsize(itemsize)
+        parts = [_transition(layout, step, own, cluster) for layout, step in task.adapter.walk if sends(step.kind)]
+    return replace(sum_of(parts), seconds=task.price(itemsize, cluster)).repeated(times)
 
 
 def traffic_of_hop(transfer: Transfer, times: int, cluster: Cluster) -> Traffic:

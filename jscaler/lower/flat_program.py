@@ -27,6 +27,11 @@ class Exchange:
     input: Atom
     output: core.Var
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return getattr(self.input.aval.dtype, "itemsize", 8)  # type: ignore[attr-defined]
+
 
 @dataclass(frozen=True)
 class FlatLoop:

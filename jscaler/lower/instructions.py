@@ -7,7 +7,7 @@ reader.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from jscaler.ir import Graph, PTensor
@@ -115,6 +115,7 @@ def instructions(
     results: int,
     plan: Published | Table | None = None,
     before: Iterable[tuple[tuple[str, int], tuple[str, int]]] = (),
+    is_one: Callable[[Sequence[Sequence[Cell]]], bool] = lambda cells: True,
 ) -> tuple[list[PlacedBlock], Instructions]:
     """What runs of ``blocks``, and all instructions, in the order of phases and levels.
 
@@ -122,6 +123,7 @@ def instructions(
         results: how many results the step has.
         plan: a table for the loop over groups, or a schedule that has one; None for one forward, one backward.
         before: (op, micro-batch) pairs of which the first runs before the second, as ``op_order`` says.
+        is_one: whether the cells of an overlapped entry, as blocks at iterations, are one executable.
 
     Returns:
         The blocks that are run alone, and those that several are one executable of.
@@ -137,7 +139,8 @@ def instructions(
         return [*blocks], Instructions(tuple(_freed(writer.steps, results)), writer.count, writer.counts)
     loop = LoopBlocks.of(blocks, transfers, spanning, list(before))
     table = bound_table(loop, plan)
-    order = [[_of_blocks(entry) for entry in entries] for entries in in_table_order(loop, table)]
+    rounds = in_table_order(loop, table, is_one)
+    order = [[_of_blocks(entry) for entry in entries] for entries in rounds]
     writer = _Writer(blocks, transfers, spanning, results)
     number = writer.run_as({parts for entries in order for parts, _ in entries}, set(graph.inputs))
     for phase in range(max(block.phase for block in blocks) + 1):

@@ -13,13 +13,15 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import trace_flat
 from jscaler.clusters import CostModel
+from jscaler.clusters.transition_kinds import sends
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, chain_of
 from jscaler.lower.level import START, WEIGHTS, Level, StageKind
 from jscaler.lower.members import Members, members
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
 from jscaler.materialize.completed import OpLayouts
-from jscaler.materialize.edges import Edge, extended_shape, halo_bytes
+from jscaler.materialize.edges import Edge, extended_shape, halo_bytes, halo_cost
+from jscaler.materialize.transitions import price_of
 from jscaler.rules.rule_book import RuleBook
 
 Slot = int
@@ -53,10 +55,19 @@ class Adapt:
 
     def sent(self, itemsize: int) -> Iterator[tuple[str, float]]:
         """Kind and bytes per device of every step, for elements of ``itemsize`` bytes where no ``reduce_dtype`` holds."""
-        if self.reduce_dtype is not None and self.adapter.adds:
-            itemsize = jnp.dtype(self.reduce_dtype).itemsize
+        itemsize = self.sent_itemsize(itemsize)
         for layout, step in self.adapter.walk:
             yield step.kind, step.bytes(layout, itemsize)
+
+    def sent_itemsize(self, itemsize: int) -> int:
+        """Bytes of each element on its way."""
+        adds = self.reduce_dtype is not None and self.adapter.adds
+        return jnp.dtype(self.reduce_dtype).itemsize if adds else itemsize
+
+    def price(self, itemsize: int, cost: CostModel) -> float:
+        """What its collectives cost, in the model's unit."""
+        own = self.sent_itemsize(itemsize)
+        return sum(price_of(layout, step, own, cost) for layout, step in self.adapter.walk if sends(step.kind))
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,10 @@ class Extend:
         """``halo`` and the bytes per device of every message."""
         for nbytes in halo_bytes(self.layout, self.edges, itemsize):
             yield "halo", nbytes
+
+    def price(self, itemsize: int, cost: CostModel) -> float:
+        """What the messages cost, in the model's unit."""
+        return halo_cost(self.layout, self.edges, itemsize, cost)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """A table and the blocks of a loop over groups: which table runs, and which blocks each of its entries is.
 
 A table's cells stand for blocks: a forward, what is computed again, a backward, or the two halves of one. What it runs as
-one executable (an overlapped entry; a backward whose halves, or what it computes again, are blocks by themselves) is an
-entry of several blocks.
+one executable (an overlapped entry in which something hides; a backward whose halves, or what it computes again, are blocks
+by themselves) is an entry of several blocks.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from jscaler.errors import PlanError, PlanWarning, ScheduleWarning, warn
@@ -114,8 +114,13 @@ def _without_lacking(loop: LoopBlocks, plan: Published, table: Table) -> Table:
     return Table(tuple(tuple(cells[0] if len(cells) == 1 else Overlap(cells) for cells in row if cells) for row in kept))
 
 
-def in_table_order(loop: LoopBlocks, table: Table) -> list[list[Entry]]:
+def in_table_order(
+    loop: LoopBlocks, table: Table, is_one: Callable[[Sequence[Entry]], bool] = lambda cells: True
+) -> list[list[Entry]]:
     """What runs round by round, in the order of ``table``: blocks for an iteration each; several are one executable.
+
+    Args:
+        is_one: whether the cells of an overlapped entry are one executable; else each is one behind the other.
 
     Raises:
         OrderError: they would wait for each other.
@@ -129,12 +134,15 @@ def in_table_order(loop: LoopBlocks, table: Table) -> list[list[Entry]]:
         ran: set[Cell] = set()  # a block that stands for cells of several entries runs with the first
         entries: list[Entry] = []
         for entry in row:
-            asked = (at for cell in entry.cells for at in _blocks_of(cell, of_cell, named))
-            run = tuple(dict.fromkeys(at for at in asked if at not in ran))
-            executables = _executables(loop, run) if len(entry.cells) == 1 else _overlapped(loop, run)
-            entries += executables
-            parts.update(executables[1:])
-            ran.update(run)
+            cells: list[Entry] = []
+            for cell in entry.cells:
+                cells.append(tuple(dict.fromkeys(at for at in _blocks_of(cell, of_cell, named) if at not in ran)))
+                ran.update(cells[-1])
+            overlapped = len(list(filter(None, cells))) > 1 and not _hand_on(loop, cells) and is_one(cells)
+            for run in [tuple(at for cell in cells for at in cell)] if overlapped else cells:
+                executables = [run] if overlapped else _executables(loop, run)
+                entries += executables
+                parts.update(executables[1:])
         rows.append(entries)
     waits = {
         entry: {needed for n, at in enumerate(entry) for needed in loop.waits[at] if needed not in entry[:n]}
@@ -163,25 +171,21 @@ def _executables(loop: LoopBlocks, entry: Entry) -> list[Entry]:
     return [tuple(cells) for _, cells in runs]
 
 
-def _overlapped(loop: LoopBlocks, run: Entry) -> list[Entry]:
-    """The blocks of an overlapped entry: one executable; or more, where one leaves a state that another one takes.
+def _hand_on(loop: LoopBlocks, cells: Sequence[Entry]) -> bool:
+    """Whether of the cells of an overlapped entry one leaves a state that another one takes: they cannot be one executable.
 
-    A `PlanWarning` says so: these run one after another.
+    A `PlanWarning` says so.
     """
-    entries: list[list[Cell]] = []
-    for at in run:
-        takes_state = entries and any(other[1] != at[1] and other in entries[-1] for other in loop.waits[at])
-        if takes_state or not entries:
-            entries.append([])
-        entries[-1].append(at)
-    if len(entries) > 1:
-        apart = ", ".join(cells_text(loop, entry) for entry in entries)
-        warn(
-            f"the table overlaps {cells_text(loop, run)}, which hand on a state from one micro-batch to the next (a "
-            f"running mean, say), or are in order: they run one after another, as {apart}",
-            PlanWarning,
-        )
-    return [tuple(entry) for entry in entries]
+    run = [at for cell in cells for at in cell]
+    if not any(other[1] != at[1] for n, at in enumerate(run) for other in loop.waits[at] & {*run[:n]}):
+        return False
+    apart = ", ".join(cells_text(loop, one) for one in cells)
+    warn(
+        f"the table overlaps {cells_text(loop, run)}, which hand on a state from one micro-batch to the next (a "
+        f"running mean, say), or are in order: they run one after another, as {apart}",
+        PlanWarning,
+    )
+    return True
 
 
 def _blocks_of(cell: TableCell, known: Mapping[TableCell, Sequence[Cell]], named: Set[TableCell]) -> Iterable[Cell]:

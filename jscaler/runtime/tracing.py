@@ -23,7 +23,7 @@ from jscaler.estimate.timed_step import step_tasks, with_times
 from jscaler.lower.instructions import Run, Send
 from jscaler.lower.step_plan import StepPlan
 from jscaler.runtime.executable import Executable
-from jscaler.tables.simulator import Task
+from jscaler.tables.tasks import Task
 from jscaler.tables.timeline import Timeline
 
 

@@ -1,5 +1,5 @@
 """DualPipeV: two chunks on each group, in a V as in ZB-V; in the middle a forward of the one chunk runs with a backward of
-the other, as one executable, so that communication of the one (of experts, say) hides behind arithmetic of the other.
+the other, so that communication of the one (of experts, say) hides behind arithmetic of the other.
 (DeepSeek-AI, DualPipe, 2025, its form on half as many devices: "cut in half".)
 
 With the pair as one block of F&B, a group waits (p - 1)(F&B + B - 3W) for p groups.

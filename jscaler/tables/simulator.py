@@ -1,39 +1,13 @@
-"""When the blocks of a step run, and what waits: tasks in the order in which they are started, each on devices or on a
-link.
-
-A task begins when all it needs is free, and what it reads is there. Devices and links take tasks in the order in which they
-are given, as streams of a GPU do; so going through them once, in that order, is the whole simulation::
-
-    begin(task) = max(end of the last task of each of its devices and links, end of each task that it reads)
-"""
+"""When a chain of stages runs the entries of a table, and how long groups wait."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jscaler.tables.entry_seconds import Part, entry_seconds
 from jscaler.tables.legal import chain_waits, in_order
 from jscaler.tables.table import KINDS, BlockKind, Entry, Table, TableCell, cells_of, is_recompute
+from jscaler.tables.tasks import Task, times_of
 from jscaler.tables.timeline import TimedRun, Timeline
-
-
-@dataclass(frozen=True)
-class Task:
-    """What runs for ``seconds`` on each of ``places`` (devices, links), behind the earlier tasks ``waits``."""
-
-    places: tuple[Hashable, ...]
-    seconds: float
-    waits: tuple[int, ...]
-
-
-def times_of(tasks: Sequence[Task]) -> list[tuple[float, float]]:
-    """When each task begins and ends."""
-    free: dict[Hashable, float] = {}
-    found: list[tuple[float, float]] = []
-    for task in tasks:
-        begin = max((*(found[n][1] for n in task.waits), *(free.get(place, 0.0) for place in task.places)), default=0.0)
-        end = begin + task.seconds
-        free.update(dict.fromkeys(task.places, end))
-        found.append((begin, end))
-    return found
 
 
 @dataclass(frozen=True)
@@ -90,10 +64,12 @@ def turn_tasks(
             row = turns[place].row
             taken = hop(row, turn.row) if row != turn.row else 0.0
             if taken:
-                tasks.append(Task(((row, turn.row),), taken, (numbers[place],)))
+                ends = (*places[row], *places[turn.row])
+                tasks.append(Task(((row, turn.row),), taken, (numbers[place],), ends))
                 arrived[-1] = len(tasks) - 1
         numbers.append(len(tasks))
-        tasks.append(Task(places[turn.row], sum(map(seconds, turn.entry.cells)), tuple(arrived)))
+        taken = entry_seconds([Part(seconds(cell)) for cell in turn.entry.cells])
+        tasks.append(Task(places[turn.row], taken, tuple(arrived)))
     return tasks, numbers
 
 

@@ -7,7 +7,7 @@ A row stands for a device group, in the order of their first stages. A cell is s
 F, forward; B, backward; or instead of one B two blocks: I, the gradient of the stage's input, which the stage before it
 waits for, and W, the gradients of its weights, which nobody does. R is what a plan computes again of a stage's forward, for
 its backward; it waits for nothing but its F, and is a part of B (or I) where a table does not name it. ``(4F3;0B1)`` is an
-overlapped entry: two blocks as one executable, in which one's communication may hide behind the other's arithmetic.
+overlapped entry: two blocks that may be one executable, in which one's communication hides behind the other's arithmetic.
 """
 
 import re
@@ -55,7 +55,7 @@ class TableCell:
 
 @dataclass(frozen=True, order=True)
 class Overlap:
-    """Blocks that are one executable."""
+    """Blocks that are one executable, where more hides so than it holds back (`lower.overlapped`)."""
 
     cells: tuple[TableCell, ...]
 
@@ -112,6 +112,11 @@ class Table:
 def cells_of(row: Iterable[Entry]) -> Iterator[TableCell]:
     """The cells of a row, those of overlapped entries one behind the other."""
     return (cell for entry in row for cell in entry.cells)
+
+
+def one_by_one(table: Table) -> Table:
+    """``table`` with the cells of overlapped entries one behind the other."""
+    return Table(tuple(tuple(cells_of(row)) for row in table.rows))
 
 
 def is_recompute(entry: Entry) -> bool:

@@ -32,6 +32,21 @@ def test_a_file_is_a_cluster(tmp_path: Path) -> None:
     assert load_cluster(path) == find_cluster(str(path)) == expected
 
 
+def test_interference_is_that_of_a_like_device_or_said_or_none(tmp_path: Path) -> None:
+    head = "hosts = 1\ndevices_per_host = 1\n[device]\n"
+    path, copy = tmp_path / "lab.toml", tmp_path / "copy.toml"
+    for like, line, expected in (("H200", "", 1.189), ("V100-32GB", "", 1.0), ("H200", "interference = 1.5", 1.5)):
+        path.write_text(f'{head}name = "own"\nlike = "{like}"\n[device.reached]\n{line}\n')
+        copy.write_text(cluster_toml(load_cluster(path)))
+        assert load_cluster(copy) == load_cluster(path)
+        assert load_cluster(copy).interference == expected
+        assert load_cluster(copy).at_peaks().interference == 1
+    path.write_text("".join(line for line in copy.read_text().splitlines(True) if "interference" not in line))
+    assert load_cluster(path).interference == 1, "nobody says"
+    path.write_text(GOOD)
+    assert load_cluster(path).interference == 1, "nobody says what its devices are"
+
+
 def test_name_and_memory_may_be_left_out(tmp_path: Path) -> None:
     path = tmp_path / "attic.toml"
     path.write_text("\n".join(GOOD.splitlines()[2:4] + GOOD.splitlines()[5:]))
@@ -64,6 +79,7 @@ def test_built_in_clusters_survive_a_file(cluster: Cluster, tmp_path: Path) -> N
     [
         ("bandwidth = 3800", "'device.reached.bandwidth' is 3800 bytes per second; give 1e.06 to 1e.15"),
         ("launch = 2.5", "'device.reached.launch' is 2.5 seconds; give 0 to 1"),
+        ("interference = 0.5", "'device.reached.interference' is 0.5 times as long; give 1 to 100"),
         ("[device.reached.products]\nfloat16 = 668", "'device.reached.products.float16' is 668 FLOP/s; give 1e.06"),
     ],
 )

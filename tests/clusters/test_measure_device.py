@@ -43,6 +43,15 @@ def test_a_pass_over_memory_is_read_and_written() -> None:
     assert 1e5 < found.amount / found.seconds < 1e13
 
 
+@pytest.mark.parametrize("number", [None, 1])
+def test_products_beside_copies_take_as_long_or_longer(number: int | None) -> None:
+    """To the host, or to another device; a product of which nothing is known but that it ends."""
+    trial = DeviceTrial("beside", "float32", 64, 4)
+    found = measure_device(trial, jax.devices()[0], 2, None if number is None else jax.devices()[number])
+    assert 1 <= found.amount < 1e4
+    assert 1e-8 < found.seconds < 1
+
+
 def test_what_was_not_measured_has_its_usual_share() -> None:
     assert H200.reached is not None
     samples = [
@@ -51,12 +60,14 @@ def test_what_was_not_measured_has_its_usual_share() -> None:
         DeviceSample(DeviceTrial("memory", "", 1 << 30, 2), 2e9, 1e-3),
         DeviceSample(DeviceTrial("memory", "", 1 << 20, 2), 2e6, 1e-7),
         DeviceSample(DeviceTrial("chain", "", 16, 2), 1, 3.9e-6),
+        DeviceSample(DeviceTrial("beside", "bfloat16", 8192, 2), 1.25, 0.002),
     ]
     found = fit_reached(samples, H200, H200.reached)
     assert found.products.bfloat16 == 5e14
     assert found.products.float16 == pytest.approx(H200.reached.products.float16)
     assert found.products.float8 == pytest.approx(H200.peak.float8 * 5e14 / H200.peak.bfloat16)
     assert (found.bandwidth, found.launch) == (2e12, pytest.approx(2.5e-6))
+    assert found.interference == 1.25
     assert (found.inside, found.half_row) == (H200.reached.inside, H200.reached.half_row)
     assert fit_reached([], H200, H200.reached) == H200.reached
 
@@ -73,7 +84,8 @@ def test_from_a_device_to_a_file(tmp_path: Path) -> None:
     assert cluster.device.reached.launch == record["reached"]["launch"]
     assert (cluster.device.name, cluster.num_devices, cluster.device.peak) == ("cpu", 1, H200.peak)
     assert cluster.inside == find_cluster("1xH200").inside  # nothing to measure: as is usual
-    assert len(record["samples"]) == 7
+    assert cluster.interference == record["reached"]["interference"] >= 1
+    assert len(record["samples"]) == 8
     assert path.read_text().startswith("# measured by jscaler calibrate on 1 × cpu")
     assert dataclasses.replace(cluster.at_peaks().device or H200, name="H200-141GB").peak == H200.peak
 

@@ -112,7 +112,7 @@ def test_measured_seconds_count() -> None:
 def test_what_has_no_order_is_said() -> None:
     with pytest.raises(PlanError, match="has no loop over micro-batches that lies on several device groups"):
         jscaler.find_schedule(jscaler.parallelize("single", devices=1)(step).lower(make_state(12), X), CLUSTER)
-    with pytest.raises(PlanError, match=r"as one executable; search the order of a step whose table has no overlapped"):
+    with pytest.raises(PlanError, match=r"overlaps blocks, \(0F3;3B1\): search the order of a step whose table has no"):
         jscaler.find_schedule(planned("pipeline(2, 4, 'dualpipe_v', batch='x')"), CLUSTER)
     with pytest.raises(PlanError, match="a number above 0, not 0"):
         jscaler.find_schedule(planned("pipeline(2, 4, batch='x')"), CLUSTER, limit=0)

@@ -1,5 +1,6 @@
 """``jscaler.simulate``: a step on several groups in time, and what each device holds."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,7 +9,10 @@ import pytest
 
 import jscaler
 from jscaler import PlanError, plans
+from jscaler.clusters import find_cluster
+from jscaler.clusters.device import find_kind
 from jscaler.errors import UnknownNameError
+from jscaler.lower.level import FRONT
 from jscaler.tables import SCHEDULES
 from jscaler.tables.simulator import UNITS, simulate_table
 
@@ -56,6 +60,29 @@ def test_sends_show_where_devices_wait_for_them() -> None:
     assert free.exposed == 0
     assert dear.makespan == pytest.approx(free.makespan + dear.exposed)
     assert sum(one.waits for one in dear.runs) > sum(one.waits for one in free.runs) == 0
+
+
+def test_blocks_are_slowed_down_beside_sends() -> None:
+    """Blocks of a second at both ends of a send of half a second, with an interference of 2: a quarter more each."""
+    device = find_kind("H100")
+    assert device.reached is not None
+    reached = dataclasses.replace(device.reached, interference=2.0)
+    on = dataclasses.replace(find_cluster("2xH100-80GB"), device=dataclasses.replace(device, reached=reached))
+    given = lowered("gpipe")
+    names = [given.plan.block_name(number) for number in range(len(given.plan.blocks))]
+    seconds = [float(name in ("0F", "1F")) for name in names]
+    hops = [0.5 * (transfer.level != FRONT and number == 0) for number, transfer in enumerate(given.plan.transfers)]
+    assert {one.name for one in jscaler.simulate(given, seconds=seconds, hops=hops).sends if one.end > one.begin} == {
+        given.plan.transfers[0].tensor.name
+    }
+    slow = jscaler.simulate(given, on, seconds=seconds, hops=hops)
+    first, second = ([(r.begin, r.end) for r in slow.runs if r.name == name] for name in ("0F", "1F"))
+    # each first block's result is on its way beside the second one's
+    assert first == [(0, 1), (1, 2.25), (2.25, 3.5), (3.5, 4.75)]
+    assert second == [(1.5, 2.75), (2.75, 4.0), (4.0, 5.25), (5.25, 6.25)]
+    at_once = jscaler.simulate(given, on, seconds=seconds, hops=hops, sends="rendezvous")
+    assert {r.seconds for r in at_once.runs if r.name == "0F"} == {1.0}, "blocks wait for it"
+    assert slow.exposed == pytest.approx(slow.makespan - jscaler.simulate(given, seconds=seconds).makespan)
 
 
 def test_memory_over_time_has_the_estimate_s_peak() -> None:

@@ -265,13 +265,14 @@ def test_a_loss_that_is_not_returned_is_a_forward_too(name: str) -> None:
 
 
 def test_two_backwards_of_one_executable_both_add_to_a_gradient() -> None:
-    step, params, x = stack_of([4, 4, 4])
+    step, params, x = stack_of([4] * 7)
     params, x = jax.tree.map(lambda t: jnp.arange(float(t.size)).reshape(t.shape) / t.size, (params, x))
-    staged = plans.pipeline(2, 2, "0F0 0F1 (0B0;0B1)\n1F0 1B0 1F1 1B1", at=["layer_1"], batch="x")
+    split = plans.tensor_parallel(columns=["params/0", "params/2", "params/4"])
+    staged = plans.pipeline(2, 2, "0F0 0F1 (0B0;0B1)\n1F0 1B0 1F1 1B1", plan=split, at=["layer_4"], batch="x")
     with jax.enable_x64(True):
-        lowered = jscaler.parallelize(staged, devices=2)(step).lower(params, x)
+        lowered = jscaler.parallelize(staged, devices=4)(step).lower(params, x)
         assert "0B 0B" in {lowered.plan.block_name(n) for n in range(len(lowered.plan.blocks))}
-        (ours, _), (theirs, _) = jscaler.parallelize(staged, devices=2)(step)(params, x), jax.jit(step)(params, x)
+        (ours, _), (theirs, _) = jscaler.parallelize(staged, devices=4)(step)(params, x), jax.jit(step)(params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, theirs)
 
 

@@ -15,7 +15,7 @@ from jscaler import plans
 from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.report.trace_file import trace_events
 from jscaler.runtime.tracing import times_seen
-from jscaler.tables.simulator import Task
+from jscaler.tables.tasks import Task
 from jscaler.tables.timeline import Timeline
 
 NEEDED = {
@@ -40,13 +40,14 @@ def step(params: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad
 
 
 def arguments() -> tuple[Any, jax.Array]:
-    return [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(4)], jnp.ones((16, 8))
+    return [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(8)], jnp.ones((16, 8))
 
 
 @pytest.fixture(scope="module")
 def traced() -> tuple[Any, Any, Timeline]:
-    policy = plans.pipeline(2, 4, "dualpipe_v", batch="x")
-    compiled = jscaler.parallelize(policy, devices=2, donate_argnames="params")(step).lower(*arguments()).compile()
+    inner = plans.tensor_parallel(columns=[f"params/{i}" for i in range(0, 8, 2)])  # so there is something to hide
+    policy = plans.pipeline(2, 4, "dualpipe_v", plan=inner, batch="x")
+    compiled = jscaler.parallelize(policy, devices=4, donate_argnames="params")(step).lower(*arguments()).compile()
     params, x = arguments()
     result, timeline = compiled.trace(params, x)
     assert not any(p.is_deleted() for p in params), "what is donated else stays"
@@ -62,11 +63,11 @@ def test_a_traced_step_has_the_numbers_of_any(traced: Any) -> None:
 def test_blocks_ran_in_the_order_of_the_table(traced: Any) -> None:
     compiled, _, timeline = traced
     table = compiled.plan.instructions.table
-    for device, row in enumerate(table.rows):
-        ran = [[str(c) for c in one.cells] for one in timeline.by_device[device] if one.cells]
+    for device, row in enumerate(table.rows):  # two devices each
+        ran = [[str(c) for c in one.cells] for one in timeline.by_device[2 * device] if one.cells]
         wanted = [str(c) for entry in row for c in entry.cells if str(c)[:2] != "0I"]  # the first stage hands nothing on
         assert [c for cells in ran for c in cells] == [c.replace("0B", "0W") for c in wanted]
-        times = [(one.begin, one.end) for one in timeline.by_device[device]]
+        times = [(one.begin, one.end) for one in timeline.by_device[2 * device]]
         assert all(b <= e for b, e in times)
         assert all(e <= after for (_, e), (after, _) in itertools.pairwise(times)), "one after another"
     assert len(timeline.sends) == sum(type(one).__name__ == "Send" for one in compiled.plan.instructions.steps)

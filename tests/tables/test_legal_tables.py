@@ -25,7 +25,10 @@ import jscaler
 from bench.schedules import out_of_order
 from jscaler import PlanError, plans
 from jscaler.errors import OrderError
+from jscaler.lower.instructions import Run
+from jscaler.lower.step_plan import StepPlan
 from jscaler.tables import BlockKind, Entry, Overlap, Table, TableCell
+from jscaler.tables.legal import whole_of
 from jscaler.tables.table import most_live
 
 
@@ -360,15 +363,15 @@ def step(params: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad
     return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
 
 
-def arguments() -> tuple[list[jax.Array], jax.Array]:
+def arguments(layers: int = LAYERS) -> tuple[list[jax.Array], jax.Array]:
     draws = np.random.default_rng(0)
-    params = [jnp.asarray(draws.normal(size=(WIDTH, WIDTH)) / 2) for _ in range(LAYERS)]
+    params = [jnp.asarray(draws.normal(size=(WIDTH, WIDTH)) / 2) for _ in range(layers)]
     return params, jnp.asarray(draws.normal(size=(ROWS, WIDTH)))
 
 
 @functools.cache
-def one_device() -> Any:
-    return jax.device_get(jax.jit(functools.partial(step, value_and_grad=jax.value_and_grad))(*arguments()))
+def one_device(layers: int) -> Any:
+    return jax.device_get(jax.jit(functools.partial(step, value_and_grad=jax.value_and_grad))(*arguments(layers)))
 
 
 def legal_table(seed: int) -> Table:
@@ -410,6 +413,17 @@ def test_tables_whose_blocks_stand_in_several_ways(text: str) -> None:
     assert_trains(Table.parse(text))
 
 
+@pytest.mark.parametrize("text", [text for text in HARD if ";" in text])
+def test_so_they_do_where_cells_are_one_executable(text: str) -> None:
+    """Stages of which each splits four products over two devices: more hides than travels, but within a micro-batch."""
+    inner = plans.tensor_parallel(columns=[f"params/{i}" for i in range(0, 2 * LAYERS, 2)])
+    plan = assert_trains(Table.parse(text), 2 * LAYERS, inner, 4)
+    pairs = {entry for row in Table.parse(text).rows for entry in row if len({c.microbatch for c in entry.cells}) > 1}
+    ran = {cell for one in plan.instructions.steps if isinstance(one, Run) and len(one.microbatches) > 1
+           for cell in plan.instructions.cells(one)}  # fmt: skip
+    assert {cell for pair in pairs for cell in pair.cells if cell.kind != "R"} <= {*ran, *(whole_of(cell) for cell in ran)}
+
+
 BACKWARDS = {
     "0F0 0F1 0W0 0I0 0B1\n1F0 1B0 1F1 1B1": "row 0 of the table has 0W0 in front of 0I0",  # whose I is no block
     "0F0 0F1 (0W0;0I0) 0B1\n1F0 1B0 1F1 1B1": "row 0 of the table has 0W0 in front of 0I0",
@@ -433,14 +447,15 @@ def test_chunks_are_those_of_the_table() -> None:
     assert plans.pipeline(2, 2, text, chunks=1) is not None
 
 
-def assert_trains(table: Table) -> None:
+def assert_trains(table: Table, layers: int = LAYERS, inner: Any = None, devices: int = 2) -> StepPlan:
     """One device's numbers, a proof, and the table's order."""
     microbatches = 1 + max(cell.microbatch for cell in table.cells())
+    policy = plans.pipeline(2, microbatches, table, plan=inner, batch="x")
     with jax.enable_x64(True):
-        train = jscaler.parallelize(plans.pipeline(2, microbatches, table, batch="x"), devices=2)(step)
-        lowered = train.lower(*arguments())
+        lowered = jscaler.parallelize(policy, devices=devices)(step).lower(*arguments(layers))
         jscaler.verify(lowered)
-        got = jax.device_get(lowered.compile()(*arguments()))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), got, one_device())
+        got = jax.device_get(lowered.compile()(*arguments(layers)))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), got, one_device(layers))
     assert lowered.plan.instructions.table == table
     assert out_of_order(lowered.plan) == []
+    return lowered.plan

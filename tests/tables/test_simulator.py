@@ -12,7 +12,8 @@ from of_the_day import drawn
 
 from jscaler.errors import OrderError
 from jscaler.tables import SCHEDULES, BlockKind, Entry, Table, TableCell, schedule_named
-from jscaler.tables.simulator import Task, idle, simulate_table, times_of
+from jscaler.tables.simulator import idle, simulate_table
+from jscaler.tables.tasks import Task, times_of
 from jscaler.tables.timeline import Timeline
 
 Times = dict[str, tuple[float, float]]

@@ -31,6 +31,7 @@ from jscaler.primitives import Decision, Plan, Shard
 from jscaler.primitives.plan import Schedule
 from jscaler.stages import Captured, lower, transform
 from jscaler.tables.simulator import Turn, turns_of
+from jscaler.tables.table import one_by_one
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Tables:
                 raise NoPriceError(
                     f"the schedule of '{candidate.plan.name}' has {rows} rows for {groups} groups; ask jscaler.cost"
                 )
-            self._turns[key] = turns_of(table)
+            self._turns[key] = turns_of(one_by_one(table))  # as cells run between which nothing hides
         return self._turns[key]
 
 

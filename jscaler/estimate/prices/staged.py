@@ -15,7 +15,8 @@ from jscaler.estimate.prices.in_time import InTime, iterations, source_of
 from jscaler.estimate.prices.one_device import OneDevice
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.tables import BlockKind
-from jscaler.tables.simulator import Turn, times_of, turn_tasks
+from jscaler.tables.simulator import Turn, turn_tasks
+from jscaler.tables.tasks import times_of
 
 Part = dict[int, float]  # stage -> the part that it has of something
 HALF = 0.5  # of a backward op that makes a gradient of a weight and one of an activation, for each
@@ -81,7 +82,7 @@ class Staged:
         rows = range(len(self.candidate.groups))
         places = [(row,) for row in rows]
         tasks, own = turn_tasks(self.turns, lambda cell: blocks[cell.kind].get(cell.stage, 0.0), self._hop, places)
-        times, free = times_of(tasks), dict.fromkeys(rows, 0.0)
+        times, free = times_of(tasks, self.cluster.interference), dict.fromkeys(rows, 0.0)
         free.update((turn.row, times[number][1]) for turn, number in zip(self.turns, own, strict=True))
         return max(free[row] + once[row] for row in rows)
 

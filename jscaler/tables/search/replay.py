@@ -1,6 +1,6 @@
 """A table under the blocks of a problem: whether it is legal, when each block runs, and what each device holds.
 
-Times are those of `jscaler.tables.simulator`: entries begin in the order of `in_order`, devices and links take them in that
+Times are those of `jscaler.tables.tasks`: entries begin in the order of `in_order`, devices and links take them in that
 order. Memory needs no times, as a device runs one entry after another: it holds what its entries so far have added, less
 what they have let go.
 """
@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jscaler.errors import OrderError, PlanError
+from jscaler.tables.entry_seconds import Part, entry_seconds
 from jscaler.tables.legal import check_cells, check_own_order, in_order, whole_of
 from jscaler.tables.search.problem import Devices, Problem, SearchBlock
-from jscaler.tables.simulator import Task, times_of
 from jscaler.tables.table import Entry, Table, TableCell, is_recompute
+from jscaler.tables.tasks import Task, times_of
 
 Times = Mapping[TableCell, tuple[float, float]]
 
@@ -91,7 +92,8 @@ def replay(problem: Problem, table: Table) -> Replay:
                 tasks.append(Task(((row_of[other], row),), hops[entry][other], (numbers[other],)))
                 arrived[-1] = sent[other, entry] = len(tasks) - 1
         numbers[entry] = len(tasks)
-        tasks.append(Task(problem.rows[row], sum(blocks[cell].seconds for cell in entry.cells), tuple(arrived)))
+        taken = entry_seconds([Part(blocks[cell].seconds) for cell in entry.cells])
+        tasks.append(Task(problem.rows[row], taken, tuple(arrived)))
     found = times_of(tasks)
     times = {cell: found[numbers[entry]] for cell, entry in home.items()}
     peaks = _peaks(problem, [[blocks[cell] for cell in entry.cells] for entry in started])

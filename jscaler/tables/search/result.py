@@ -13,7 +13,7 @@ class FoundSchedule:
 
     Attributes:
         table: legal for the problem, and within its limits of memory.
-        seconds: of a step, as `jscaler.tables.simulator.times_of` has it.
+        seconds: of a step, as `jscaler.tables.tasks.times_of` has it.
         bound: seconds that every schedule takes at least.
         exact: whether all seconds of the problem are multiples of one tick, so that nothing was rounded.
         period: seconds from a round of micro-batches to the next in the periodic schedule found; None where none was.

@@ -120,7 +120,8 @@ def test_rows_that_share_devices() -> None:
 
 def simulate_table_of(problem: Problem, table: Table) -> float:
     """By the simulator's own chain of stages, with the seconds of each block."""
-    from jscaler.tables.simulator import times_of, turn_tasks, turns_of
+    from jscaler.tables.simulator import turn_tasks, turns_of
+    from jscaler.tables.tasks import times_of
 
     blocks = dict(problem.cells())
     tasks, _ = turn_tasks(
