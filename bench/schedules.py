@@ -7,6 +7,9 @@ peak is of the first group, in micro-batches of all its chunks.
 Rows that are searched hold optima that the schedule search finds and proves to golden values (`bench.schedule_optima`);
 ``took`` is in seconds, until the proof.
 
+Rows of a GPT 1.3B (`bench.schedule_bubbles`) hold a step's estimated seconds, as a share of 1F1B's (``of_1f1b``), to the
+share that the bubbles say (``told``), and the time by which sends make it longer to 1F1B's (``sends``).
+
 Rows of models train a GPT (tied embedding, dropout, clipping, AdamW), or a Llama in nnx, in float64, five steps:
 ``of_bound`` is the worst of what `bench.parity` measures against one device, by its bound. They are right if that is at
 most 1, the table is the published one, and the groups ran its cells in its order.
@@ -26,6 +29,7 @@ import jscaler
 from bench import parity
 from bench.harness import Row, compile_fast, main
 from bench.parity_cases import Case, cross_entropy, gpt, kinds, llama
+from bench.schedule_bubbles import bubble_rows
 from bench.schedule_optima import optima_rows
 from jscaler import plans
 from jscaler.lower.instructions import Run
@@ -39,7 +43,7 @@ from jscaler.tables.timeline import Timeline
 
 COLUMNS = (
     "schedule", "model", "stages", "microbatches", "chunks", "seconds", "measure", "makespan", "golden", "peak",
-    "golden_peak", "proved", "took", "of_bound", "right",
+    "golden_peak", "proved", "took", "of_1f1b", "told", "sends", "of_bound", "right",
 )  # fmt: skip
 TIMES: dict[str, Mapping[BlockKind, float]] = {
     "": UNITS,
@@ -262,6 +266,7 @@ def evaluated(case: Case, decorate: Callable[..., Any]) -> float:
 def rows(quick: bool) -> Iterator[Row]:
     yield from map(golden_row, GOLDEN)
     yield from optima_rows(quick)
+    yield from bubble_rows(quick)
     compile_fast()
     jax.config.update("jax_enable_x64", True)
     for model in MODELS[:1] if quick else MODELS:

@@ -111,7 +111,7 @@ def test_the_reference_names_all_that_is_public() -> None:
 def test_the_blocks_on_pipelines_run() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/pipelines.md")))
     quoted = blocks("text", "docs/pipelines.md")
-    assert len(quoted) == 5
+    assert len(quoted) == 6
     assert all(one in output for one in quoted)
     assert "verified on 6 devices" in output
     assert "[[0, 1], [2, 3, 4, 5]]\n" in output

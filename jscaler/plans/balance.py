@@ -1,7 +1,8 @@
 """Where a row of ops, loops and layers is cut into stages, such that few tensors go across and the slowest is fastest.
 
-Cuts are chosen by dynamic programming, from those places where the fewest tensors go across; seconds are those of forward
-ops at the peaks of the cluster's devices: a launch for each op would make one layer of a small model as long as another.
+Cuts are chosen by dynamic programming, from those places where the fewest tensors go across; if groups of devices have
+several stages, by `jscaler.plans.chunk_cuts`. Seconds are those of ops and their backwards at the peaks of the cluster's
+devices: a launch for each op would make one layer of a small model as long as another.
 (After Narayanan et al., PipeDream, 2019, who measure layers.)
 """
 
@@ -17,12 +18,16 @@ from jscaler.errors import PlanError
 from jscaler.ir import Body, Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.plans.attention import holds_contraction
+from jscaler.plans.chunk_cuts import Chunks, cuts_of_chunks, shares_of
 from jscaler.plans.layers import weights_of
 from jscaler.primitives import Planner
+from jscaler.tables import Table
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
 UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cross
+MANY_BYTES = 8  # times as many as cross at most places: logits, beside what goes from layer to layer
+EVEN = 1.02  # what a step may take longer, so that loops over layers are cut into equal ranges
 LITTLE = 0.25  # of an even share of the work: a stage with less might as well not be
 
 Cost = tuple[float, ...]  # compared number by number
@@ -45,47 +50,66 @@ class Unit:
         return flat([self.item])
 
 
-def balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor]) -> list[int]:
+def balanced(
+    graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor], table: Table | None = None
+) -> list[int]:
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones as `bottleneck` says.
 
-    What all layers read alike (an encoder's result) does not count. More tensors go across where the slowest stage would
-    else take half as long again.
+    What all layers read alike (an encoder's result) does not count. More tensors, or far larger ones, go across where a
+    step would else take half as long again.
 
-    Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their stages are one program,
-    and a parameter is one ``jax.Array``. If layers do not divide, the first ranges have one more.
+    Equal ranges of a loop over layers are taken where that costs no more than `EVEN`: their stages are one program, and
+    if each group has one, a parameter is one ``jax.Array``. If layers do not divide, the first ranges have one more.
+
+    Args:
+        table: if groups have several stages, the order in which these run: cuts are those for which it is fastest.
     """
     across = _across(graph, units, known)
     passes = _passing_by(graph, units)
     counts = [sum(i not in passes.get(t, ()) for t in tensors) for i, tensors in enumerate(across)]
     device = (graph.device or find_kind(BALANCED_FOR)).at_peaks()
-    of_body: dict[Body, float] = {}
+    of_body: dict[Body, tuple[float, bool]] = {}
     of_item = {id(unit.item): _seconds(unit.item, device, of_body) for unit in units}
     seconds = [of_item[id(unit.item)] / unit.of for unit in units]
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     nbytes = [sum(t.nbytes for t in tensors) for tensors in across]
+    chunks = Chunks.of(table) if table is not None else None
+    step = max if chunks is None else chunks.seconds
 
-    def slowest(cuts: Sequence[int]) -> float:
-        return max(sums[j] - sums[i] for i, j in itertools.pairwise([0, *cuts, len(units)]))
+    def taken(cuts: Sequence[int]) -> float:
+        return step(shares_of(sums, cuts))
 
     best: list[int] | None = None
     allowed: set[int] = set()
-    least = max([sums[-1] / stages, *seconds])
-    for count in sorted(set(counts[1:])):
-        places = [i for i in range(1, len(units)) if counts[i] <= count and sums[i] > 0]
+    least = step([max([sums[-1] / stages, *seconds])] * stages)
+    for places in _places(counts, nbytes, sums):
         found = bottleneck(sums, places, nbytes, stages)
-        if found is not None and (best is None or slowest(found) * UNEVEN < slowest(best)):
+        if found is not None and chunks is not None:
+            by_group = cuts_of_chunks(sums, places, nbytes, chunks.groups, found, LITTLE * sums[-1] / stages)
+            found = min(*by_group, found, key=taken)
+        if found is not None and (best is None or taken(found) * UNEVEN < taken(best)):
             best, allowed = found, set(places)
-        if best is not None and slowest(best) <= least * UNEVEN:
+        if best is not None and taken(best) <= least * UNEVEN:
             break
     if best is not None:
-        layer = max((one for one, unit in zip(seconds, units, strict=True) if unit.of > 1), default=0.0)
         even = (cuts for cuts in _even(units, sorted(allowed), sums, nbytes, stages) if set(cuts) <= allowed)
-        most = slowest(best) + layer * (1 + 1e-9)
-        return next((cuts for cuts in even if slowest(cuts) <= most), best)
+        most = taken(best) * EVEN
+        return next((cuts for cuts in even if taken(cuts) <= most), best)
     raise PlanError(
         f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "
         "with work in each; a loop is cut where it takes a stack of parameters apart, layer by layer (nn.scan, lax.scan)"
     )
+
+
+def _places(counts: Sequence[int], nbytes: Sequence[int], sums: np.ndarray) -> Iterator[list[int]]:
+    """Where a row may be cut, those places first that few tensors cross, and of these those that no large ones do."""
+    for count in sorted(set(counts[1:])):
+        places = [i for i in range(1, len(counts)) if counts[i] <= count and sums[i] > 0]
+        usual = MANY_BYTES * np.median([nbytes[i] for i in places]) if places else 0.0
+        small = [i for i in places if nbytes[i] <= usual]
+        yield small
+        if small != places:
+            yield places
 
 
 def _even(
@@ -97,7 +121,7 @@ def _even(
         least, more = divmod(units[stacks[0]].of, stages)
         sizes = [least + (stage < more) for stage in range(stages)]
         yield [stacks[0] + own for own in itertools.accumulate(sizes[:-1])]
-    for parts in range(stages, 1, -1):
+    for parts in range(stages if stacks else 0, 1, -1):
         even = [i for i in places if units[i].of == 1 or units[i].iteration * parts % units[i].of == 0]
         found = bottleneck(sums, even, nbytes, stages)
         if found is not None and _is_equal(units, found):
@@ -212,12 +236,22 @@ def _passing_by(graph: Planner, units: Sequence[Unit]) -> dict[PTensor, set[int]
     return found
 
 
-def _seconds(item: Item, device: DeviceKind, known: dict[Body, float]) -> float:
-    """Of all iterations of a loop; equal layers' bodies are the same."""
+def _seconds(item: Item, device: DeviceKind, known: dict[Body, tuple[float, bool]]) -> float:
+    """Of all iterations of a loop, forward and backward; equal layers' bodies are the same."""
     if isinstance(item, Nest):
         return item.loop.length * sum(_seconds(one, device, known) for one in item.items)
     if item.body is None:
         return 0.0
     if item.body not in known:
-        known[item.body] = work_of(item.body.jaxpr).seconds(device)
-    return known[item.body]
+        work = work_of(item.body.jaxpr)
+        known[item.body] = work.seconds(device), work.flops > 0
+    forward, is_product = known[item.body]
+    return forward * _times(item, is_product)
+
+
+def _times(op: Op, is_product: bool) -> int:
+    """How often a micro-batch does about as much as ``op``: the gradient of each operand of a product is a product as
+    large, and what is checkpointed runs again."""
+    if op.backward is None:
+        return 1
+    return 1 + (min(2, len(op.backward.gradients)) if is_product else 1) + bool(op.remat)

@@ -66,13 +66,13 @@ def pipeline(
         vocabulary: tables of words, at which the ends are found that lie on all devices; as for `vocab_parallel`.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
         at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
-            balanced by the seconds of their forward ops at the peaks of the cluster's devices. With
+            balanced by the seconds of their ops and backwards at the peaks of the cluster's devices. With
             ``"interlaced"`` the stages between the ends; or two more, which say where these are.
         recompute: have stages compute their layers again, of which they keep what enters them: in blocks R of their own
             right in front of each backward (``"late"``, as ``"1f1b+R"``) or one block earlier (``"early"``), or as a part
             of each backward (``"with"``). ``"search"`` puts such blocks anywhere.
         layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
-            many each, if that costs no more than a layer's time.
+            many each, if that costs no more than a percent or two.
         batch, accumulate_dtype, per_microbatch: as for `accumulate`.
 
     Raises (when the plan is made):
@@ -102,6 +102,7 @@ def pipeline(
     passes = isinstance(wanted, Published) and wanted.passes
     count = len(lies) + 2 * everywhere
     table = wanted.table(stages, microbatches, chunks) if isinstance(wanted, Published) else wanted
+    in_chunks = table if count > stages and not everywhere and not passes else None
     again = {cell.stage for cell in table.cells() if cell.kind in ("BI" if recompute == "with" else "R")}
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
@@ -112,7 +113,7 @@ def pipeline(
         found: dict[str, int] = {}
         words = tables_of_words(graph, vocabulary) if everywhere else None
         if count > 1:
-            found = find_stages(graph, count, at, layers, batch, stages if passes else 0, words)
+            found = find_stages(graph, count, at, layers, batch, stages if passes else 0, words, in_chunks)
         if count > 1 and not found:
             return  # it only follows state, and goes where that lies
 

@@ -54,11 +54,11 @@ def lowered(cost: Cluster | None = None, inner: Any = INNER) -> Any:
     return jscaler.parallelize(policy, devices=4, cluster=cost)(step).lower(*arguments())
 
 
-def runs_as(plan: StepPlan) -> Counter[str]:
-    """How often the executables of the first stage run."""
+def runs_as(plan: StepPlan, stage: str = "0") -> Counter[str]:
+    """How often the executables of a stage run."""
     runs = (one for one in plan.instructions.steps if isinstance(one, Run))
     names = [plan.block_name(run.block) for run in runs]
-    return Counter(name for name in names if name.startswith("0"))
+    return Counter(name for name in names if name.startswith(stage))
 
 
 def network(latency: float) -> Cluster:
@@ -76,6 +76,13 @@ def test_cells_are_one_executable_where_more_hides_than_it_holds_back() -> None:
     assert runs_as(lowered(NEAR).plan) == {"0F": 3, "0F 0B": 1, "0B 0B": 1, "0B": 1}
     assert runs_as(lowered(FAR).plan) == {"0F": 4, "0B": 4}
     assert runs_as(lowered(inner=plans.data_parallel("x")).plan) == {"0F": 4, "0B": 4}, "they send nothing inside"
+
+
+def test_a_backward_hides_nothing_of_its_own_forward() -> None:
+    table = "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1F1 1B0 1B1 1F2 1B2 (1F3;1B3)"
+    policy = plans.pipeline(2, 4, table, at=["layer_4"], plan=INNER, batch="x")
+    plan = jscaler.parallelize(policy, devices=4)(step).lower(*arguments()).plan
+    assert runs_as(plan, "1") == {"1F": 4, "1B": 4}
 
 
 def test_what_runs_apart_is_sent_when_it_is_made() -> None:
