@@ -77,13 +77,11 @@ def twins(made: StepPlan) -> list[Segment]:
 
 
 def test_the_programs_of_layers_are_twins(made: StepPlan) -> None:
-    """In each phase: the first of them is flattened and cut, and no other. In the loop the first group has the key that
-    others are sent."""
+    """In each phase: the first of them is flattened and cut, and no other. A stage in one piece has its end in it."""
     groups, phases = made.completed.groups, {segment.program.phase for segment in made.segments}
     apart = {segment.program.phase for segment in made.segments if segment.program.of_layers}
     assert apart == (phases if made.instructions.ends else phases - {1}), "a table with W has a stage in one piece"
-    sent = {1} | (apart & {0} if made.instructions.ends else set())  # in front of the loop, where layers wait for it
-    alike = [groups[phase in sent : len(groups) - (phase not in apart)] for phase in sorted(phases)]
+    alike = [groups[phase not in apart : len(groups) - (phase not in apart)] for phase in sorted(phases)]
     assert [s.program.group for s in twins(made)] == [group for own in alike for group in own[1:]]
     for segment in twins(made):
         assert {block.like and block.like.group for block in segment.blocks} == {alike[segment.program.phase][0]}

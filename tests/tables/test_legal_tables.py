@@ -448,9 +448,11 @@ def test_chunks_are_those_of_the_table() -> None:
 
 
 def assert_trains(table: Table, layers: int = LAYERS, inner: Any = None, devices: int = 2) -> StepPlan:
-    """One device's numbers, a proof, and the table's order."""
+    """One device's numbers, a proof, and the table's order; each stage has weights, else its W would be nothing."""
     microbatches = 1 + max(cell.microbatch for cell in table.cells())
-    policy = plans.pipeline(2, microbatches, table, plan=inner, batch="x")
+    stages = 1 + max(cell.stage for cell in table.cells())
+    at = [f"layer_{layers * stage // stages}" for stage in range(1, stages)]
+    policy = plans.pipeline(2, microbatches, table, plan=inner, at=at, batch="x")
     with jax.enable_x64(True):
         lowered = jscaler.parallelize(policy, devices=devices)(step).lower(*arguments(layers))
         jscaler.verify(lowered)
