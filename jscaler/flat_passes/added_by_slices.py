@@ -37,11 +37,9 @@ def _with_sums(level: Level) -> list[Item]:
     gone: set[core.Var] = set()
     for item in level.items:
         added = [v for v in _read_by(item) if v in stacks] if isinstance(item, core.JaxprEqn) else []
-        if len(added) != 1:
+        if len(added) != 1 or not isinstance(item, core.JaxprEqn) or len(item.outvars) != 1:
             continue
-        assert isinstance(item, core.JaxprEqn)
-        (result,) = item.outvars
-        first = item.invars[0]
+        (result,), first = item.outvars, item.invars[0]
         if is_cast(item) and often[result] == 1:
             stacks[result] = stacks[added[0]]
         elif item.primitive.name == "add" and first in given and shape(first) == shape(added[0]):

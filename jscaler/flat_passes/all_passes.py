@@ -30,12 +30,8 @@ FLAT_PASSES: tuple[Pass[FlatProgram], ...] = (
 BEFORE_CUT: tuple[Pass[FlatProgram], ...] = (adapters_across_casts, casts_at_use, live)
 # What only saves memory or time: the numbers are the same without.
 FOR_XLA: tuple[Pass[FlatProgram], ...] = (
-    swapped_dots,
-    added_by_slices,
-    pairs_together,
-    products_before_loops,
-    stacks_with_carries,
-)
+    added_by_slices, swapped_dots, pairs_together, products_before_loops, stacks_with_carries,
+)  # fmt: skip
 
 
 def flat_passes(without: Set[str] | Sequence[str] = ()) -> tuple[Pass[FlatProgram], ...]:

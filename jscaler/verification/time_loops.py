@@ -265,13 +265,27 @@ class _TimeLoop:
 
     def _check_turns(self, carry: Carry, here: str) -> None:
         """What is added at each turn arrives in the sum of all, though it may be carried apart, and joined behind."""
-        count, turns = self.task.loop.turns, sorted(self.turns[carry.final])
-        for join in self.step.graph.consumers.get(carry.final, ()) if len(turns) < count else ():
-            if not adds_all(_body(join)):
-                raise VerificationError(f"{here}: '{join.path}' reads what is added at turns {turns} of {count} alone")
-            turns = sorted({turn for t in join.inputs for turn in self.turns.get(t, ())})
-        if turns != list(range(count)):
-            raise VerificationError(f"{here}: only what is added at turns {turns} of {count} is in it")
+        count, waiting = self.task.loop.turns, [carry.final]
+        while waiting:
+            tensor = waiting.pop()
+            finals = self._summands(tensor)
+            turns = sorted({turn for final in finals for turn in self.turns[final]})
+            if len(set(finals)) < len(finals):
+                raise VerificationError(f"{here}: it is added twice in '{tensor.name}'")
+            joins = self.step.graph.consumers.get(tensor, ()) if len(turns) < count else ()
+            for join in joins:
+                if not adds_all(_body(join)):
+                    raise VerificationError(f"{here}: '{join.path}' reads what is added at turns {turns} of {count} alone")
+                waiting += join.outputs
+            if not joins and turns != list(range(count)):
+                raise VerificationError(f"{here}: only what is added at turns {turns} of {count} is in it")
+
+    def _summands(self, tensor: PTensor) -> list[PTensor]:
+        """What the loop's carries leave that is added up to ``tensor``; nothing else is in it."""
+        join = self.step.graph.producer.get(tensor)
+        if tensor in self.turns or join is None or not adds_all(_body(join)):
+            return [tensor] if tensor in self.turns else []
+        return [final for t in join.inputs for final in self._summands(t)]
 
     def _check_start(self, carry: Carry, combiner: Combiner, here: str) -> None:
         maker = self._maker(carry.init)
