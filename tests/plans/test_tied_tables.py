@@ -59,11 +59,11 @@ def lowered(plan: str, devices: int) -> Any:
     return jscaler.parallelize(plans.by_name(plan), devices=devices)(train_step).lower(make_state(), make_batch())
 
 
-SCHEDULES = ("'1f1b'", "'interleaved', chunks=2", "'zb_v'")
+SCHEDULES = ("'1f1b'", "'interleaved', chunks=2", "'zb_v'", "'chimera'")
 INNER = {"single()": 1, "tensor_parallel()": 2, "zero1()": 2, "zero3()": 2}
 
 
-@pytest.mark.parametrize(("schedule", "inner"), of_the_day(itertools.product(SCHEDULES, INNER), 4))
+@pytest.mark.parametrize(("schedule", "inner"), of_the_day(itertools.product(SCHEDULES, INNER), 5))
 def test_the_numbers_are_those_of_one_device(schedule: str, inner: str) -> None:
     with jax.enable_x64(True):
         ours, theirs, batch = make_state(), make_state(), make_batch()
@@ -101,10 +101,13 @@ def test_in_parts_it_goes_from_block_to_block_in_parts(plan: str, devices: int) 
     assert set(ends) == {(WORDS // 2, WIDTH)}
 
 
-def test_it_is_sent_once_and_its_gradient_once_back() -> None:
-    step = lowered("pipeline(2, 4, plan=zero3())", 4).plan
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_it_is_sent_once_and_its_gradient_once_back(schedule: str) -> None:
+    """Under Chimera either group has two sums of it, of both ends: those of one group cross as one."""
+    step = lowered(f"pipeline(2, 4, '{schedule}', plan=zero3())", 4).plan
     sent = [t for t in step.sent if t.tensor.shape == (WORDS, WIDTH)]
-    assert [t.tensor.name for t in sent] == ["state/0/table", "d(state/0/table)@2-3"]
+    behind = "" if schedule == "1f1b" else "@behind"
+    assert [t.tensor.name for t in sent] == ["state/0/table", f"d(state/0/table)@2-3{behind}"]
     assert step.spanning is not None
     assert all(t.phase not in step.spanning.phases and t.crossing.is_equal for t in sent)
     assert {t.crossing.sent for t in sent} == {WORDS * WIDTH}  # each device of a group a part of it
