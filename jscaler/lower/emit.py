@@ -200,7 +200,7 @@ def _repeat(step: FlatLoop, env: dict[Any, Any], at: _Place, watch: ValueWatch |
         _run(step.items, inner, at, within)
         outs = [_like(_value(inner, out), v) for _, v, out, _ in step.carries]
         seen = [said for *_, said in within.seen] if within is not None else []
-        pieces = [_value(inner, piece) for _, piece, _ in step.sums]
+        pieces = [_like(_value(inner, piece), total) for _, piece, total in step.sums]
         totals = [_with_added(total, number, piece) for total, piece in zip(totals, pieces, strict=True)]
         number = step_on(number, np.uint32(1)) if step.sums else None
         return (outs, number, totals), ([_like(_value(inner, piece), stack) for piece, stack in step.ys], seen)

@@ -3,7 +3,7 @@
 fences_apart           a fence in front of ops on several groups becomes one on each
 made_where_read        what depends on inputs, literals or the micro-batch's number alone is made by every group that reads
 joined_behind_loops    gradients of a parameter that several stages use add up for each; behind the loop they are joined
-joined_per_group       gradients of what several groups read (an encoder's result) cross as one per group
+joined_per_group       gradients of what several groups read (an encoder's result, a tied table) cross as one per group
 summed_per_group       scalars of all leaves (a global norm) cross as one per group
 one_of_equals          of equal results of an update one crosses
 stages_of_all          ops that the plan does not place have the stage of ops around them

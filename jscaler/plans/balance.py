@@ -18,10 +18,9 @@ from jscaler.errors import PlanError
 from jscaler.ir import Body, Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.plans.attention import holds_contraction
-from jscaler.plans.chunk_cuts import Chunks, cuts_of_chunks, shares_of
+from jscaler.plans.chunk_cuts import StageOrder, cuts_of_chunks, shares_of
 from jscaler.plans.layers import weights_of
 from jscaler.primitives import Planner
-from jscaler.tables import Table
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
@@ -51,7 +50,7 @@ class Unit:
 
 
 def balanced(
-    graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor], table: Table | None = None
+    graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor], order: StageOrder | None = None
 ) -> list[int]:
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones as `bottleneck` says.
 
@@ -62,7 +61,7 @@ def balanced(
     if each group has one, a parameter is one ``jax.Array``. If layers do not divide, the first ranges have one more.
 
     Args:
-        table: if groups have several stages, the order in which these run: cuts are those for which it is fastest.
+        order: if groups have several stages, that in which these run: cuts are those for which it is fastest.
     """
     across = _across(graph, units, known)
     passes = _passing_by(graph, units)
@@ -73,8 +72,7 @@ def balanced(
     seconds = [of_item[id(unit.item)] / unit.of for unit in units]
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     nbytes = [sum(t.nbytes for t in tensors) for tensors in across]
-    chunks = Chunks.of(table) if table is not None else None
-    step = max if chunks is None else chunks.seconds
+    step = max if order is None else order.seconds
 
     def taken(cuts: Sequence[int]) -> float:
         return step(shares_of(sums, cuts))
@@ -84,8 +82,8 @@ def balanced(
     least = step([max([sums[-1] / stages, *seconds])] * stages)
     for places in _places(counts, nbytes, sums):
         found = bottleneck(sums, places, nbytes, stages)
-        if found is not None and chunks is not None:
-            by_group = cuts_of_chunks(sums, places, nbytes, chunks.groups, found, LITTLE * sums[-1] / stages)
+        if found is not None and order is not None:
+            by_group = cuts_of_chunks(sums, places, nbytes, order.groups, found, LITTLE * sums[-1] / stages)
             found = min(*by_group, found, key=taken)
         if found is not None and (best is None or taken(found) * UNEVEN < taken(best)):
             best, allowed = found, set(places)

@@ -13,7 +13,6 @@ import numpy as np
 
 from jscaler.tables import Table
 from jscaler.tables.simulator import UNITS, Turn, turn_tasks, turns_of
-from jscaler.tables.table import cells_of
 from jscaler.tables.tasks import times_of
 
 FILL = 0.2  # what the slowest stage counts beside the slowest group: (p - 1) / m, of a few micro-batches m for each group
@@ -24,23 +23,21 @@ Cuts = list[int]
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """Stages of which groups have several.
+class StageOrder:
+    """In which order groups run their stages, of which they have several.
 
     Attributes:
         groups: the group of each stage.
-        turns: the blocks of all stages, in the order in which they run; none where that is still to be searched.
+        turns: the blocks of all stages, in the order in which they run; none if that is still to be searched.
     """
 
     groups: tuple[int, ...]
     turns: tuple[Turn, ...]
 
     @staticmethod
-    def of(table: Table) -> "Chunks":
-        group = {cell.stage: row for row, entries in enumerate(table.rows) for cell in cells_of(entries)}
-        found = Chunks(tuple(group[stage] for stage in sorted(group)), turns_of(table))
-        one_by_one = found.seconds([1.0] * len(group)) == sum(UNITS[cell.kind] for cell in table.cells())
-        return Chunks(found.groups, ()) if one_by_one else found
+    def of(lies: Sequence[int], table: Table | None) -> "StageOrder":
+        """Of stages whose groups are ``lies``, and their table; None if it is still to be searched."""
+        return StageOrder(tuple(lies), turns_of(table) if table is not None else ())
 
     def seconds(self, shares: Sequence[float]) -> float:
         """Of all blocks in their order, if nothing is sent; without an order, `step_time`.

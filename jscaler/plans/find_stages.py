@@ -18,10 +18,10 @@ from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.ir.name import range_mark
 from jscaler.ir.walk import closure, grouped
 from jscaler.plans.balance import Unit, balanced
+from jscaler.plans.chunk_cuts import StageOrder
 from jscaler.plans.find_ends import find_ends
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
 from jscaler.primitives import Planner
-from jscaler.tables import Table
 from jscaler.text.units import counted
 from jscaler.xla_model.work import work_of
 
@@ -36,7 +36,7 @@ def find_stages(
     batch: str = "batch",
     passes: int = 0,
     words: Words | None = None,
-    table: Table | None = None,
+    order: StageOrder | None = None,
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
@@ -44,7 +44,7 @@ def find_stages(
     Args:
         passes: of a model that goes over its own output, how many stages one pass has.
         words: if the first and the last stage are the model's ends, its tables of words, with their dims of words.
-        table: if groups have several stages, the order in which these run.
+        order: if groups have several stages, that in which these run.
 
     Raises:
         PlanError: there are too few places where the model can be cut, or it has no ends.
@@ -59,7 +59,7 @@ def find_stages(
     def cuts_of(chain: Sequence[Unit], stages: int) -> list[int]:
         if layers is not None:
             return _between_layers(chain, layers, stages, at)
-        return _named(chain, at, stages) if at is not None else balanced(graph, chain, stages, known, table)
+        return _named(chain, at, stages) if at is not None else balanced(graph, chain, stages, known, order)
 
     def stages_of(chain: Sequence[Unit]) -> dict[tuple[int, int], int]:
         if words is not None and (at is None or len(at) != stages - 1):

@@ -21,6 +21,7 @@ from jscaler.errors import PlanError, check_count, divisors
 from jscaler.plans.accumulate import MICROBATCH, accumulate
 from jscaler.plans.alone import Alone, Apart
 from jscaler.plans.argument_types import checked
+from jscaler.plans.chunk_cuts import StageOrder
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.factors import Dims
 from jscaler.plans.find_stages import find_stages, stages_of_all, taken_apart
@@ -102,7 +103,9 @@ def pipeline(
     passes = isinstance(wanted, Published) and wanted.passes
     count = len(lies) + 2 * everywhere
     table = wanted.table(stages, microbatches, chunks) if isinstance(wanted, Published) else wanted
-    in_chunks = table if count > stages and not everywhere and not passes else None
+    in_chunks = count > stages and not everywhere and not passes
+    searched = isinstance(wanted, Published) and wanted.searched
+    order = StageOrder.of(lies, None if searched else table) if in_chunks else None
     again = {cell.stage for cell in table.cells() if cell.kind in ("BI" if recompute == "with" else "R")}
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
@@ -113,7 +116,7 @@ def pipeline(
         found: dict[str, int] = {}
         words = tables_of_words(graph, vocabulary) if everywhere else None
         if count > 1:
-            found = find_stages(graph, count, at, layers, batch, stages if passes else 0, words, in_chunks)
+            found = find_stages(graph, count, at, layers, batch, stages if passes else 0, words, order)
         if count > 1 and not found:
             return  # it only follows state, and goes where that lies
 

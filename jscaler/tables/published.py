@@ -33,6 +33,7 @@ class Published:
         problem: why it does not exist for so many groups, micro-batches and chunks; None where it does.
         everywhere: the first and the last stage lie on all devices, and are the table's first row.
         passes: chunks are passes of one model over its own output; the last alone has a backward.
+        searched: the table only says which blocks there are: their order is searched when a step's are known.
         make_again: the table where stages compute their forward again; by default R stands right in front of each backward.
     """
 
@@ -45,6 +46,7 @@ class Published:
     problem: Callable[[int, int, int], str | None] = lambda groups, microbatches, chunks: None
     everywhere: bool = False
     passes: bool = False
+    searched: bool = False
     make_again: Callable[[int, int, int], Table] | None = None
     fewest: int = 2
 

@@ -70,6 +70,7 @@ SEARCHED = Published(
     make,
     chunks=None,
     lies=lies,
+    searched=True,
     make_again=make_again,
     fewest=1,
 )

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
+from layer_chain import step
 
 import jscaler
 from jscaler import PlanError, plans
@@ -17,18 +17,6 @@ from jscaler.tables import SCHEDULES
 from jscaler.tables.simulator import UNITS, simulate_table
 
 STAGES, MICROBATCHES = 2, 4
-
-
-def step(params: Any, x: jax.Array) -> Any:
-    def loss_of(params: Any) -> jax.Array:
-        h = x
-        for i, w in enumerate(params):
-            with jax.named_scope(f"layer_{i}"):
-                h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
-    loss, grads = jscaler.value_and_grad(loss_of)(params)
-    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
 
 
 def lowered(schedule: str) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layer_chain import step
 
 import jscaler
 from jscaler import plans
@@ -20,18 +21,6 @@ from jscaler.tables.entry_seconds import entry_seconds
 
 TABLE = "0F0 0F1 0F2 (0F3;0B0) (0B1;0B2) 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"
 INNER = plans.tensor_parallel(columns=["params/0", "params/2", "params/4"])
-
-
-def step(params: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
-    def loss_of(params: Any) -> jax.Array:
-        h = x
-        for i, w in enumerate(params):
-            with jax.named_scope(f"layer_{i}"):
-                h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
-    loss, grads = value_and_grad(loss_of)(params)
-    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
 
 
 def stacked_step(params: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:

@@ -20,9 +20,9 @@ from jscaler.clusters.device import find_kind
 from jscaler.ir import Nest, Op, PTensor
 from jscaler.ir.loop import made_by, reads_of
 from jscaler.plans.balance import BALANCED_FOR, EVEN, LITTLE, UNEVEN, Unit, balanced, bottleneck
-from jscaler.plans.chunk_cuts import FILL, Chunks, cuts_of_chunks, shares_of, step_time
+from jscaler.plans.chunk_cuts import FILL, StageOrder, cuts_of_chunks, shares_of, step_time
 from jscaler.primitives import Planner
-from jscaler.tables import find_schedule
+from jscaler.tables import Published, find_schedule
 from jscaler.tables.published import in_a_v
 from jscaler.xla_model.work import work_of
 
@@ -102,11 +102,14 @@ def test_cuts_are_those_with_which_the_schedule_is_fastest(name: str) -> None:
     Where the order is still to be searched, what counts is the slowest group.
     """
     loss, params = row_of([256] * 12 + [512], [])
-    graph, table = planner_of(loss, params, shape(1 << 14, 256)), find_schedule(name).table(2, 8, 2)
-    row, chunks = Row(graph, 4), Chunks.of(table)
-    found, slowest_first = (chunks.seconds(row.shares(balanced(graph, row.units, 4, set(), own))) for own in (table, None))
+    graph, schedule = planner_of(loss, params, shape(1 << 14, 256)), find_schedule(name)
+    assert isinstance(schedule, Published)
+    table = None if schedule.searched else schedule.table(2, 8, 2)
+    row, order = Row(graph, 4), StageOrder.of(schedule.lies(2, 2), table)
+    assert bool(order.turns) == (name != "search")
+    found, slowest_first = (order.seconds(row.shares(balanced(graph, row.units, 4, set(), own))) for own in (order, None))
     assert found <= slowest_first, "cuts that make the slowest stage fastest"
-    assert found <= 1.02 * min(chunks.seconds(row.shares(cuts)) for cuts in row.every())
+    assert found <= 1.02 * min(order.seconds(row.shares(cuts)) for cuts in row.every())
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(5, 4), (6, 4), (7, 4), (5, 3), (6, 5), (9, 4)])

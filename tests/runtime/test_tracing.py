@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layer_chain import step
 
 import jscaler
 from jscaler import plans
@@ -25,18 +26,6 @@ NEEDED = {
     "s": {"ts", "id", "cat"},
     "f": {"ts", "id", "cat", "bp"},
 }
-
-
-def step(params: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
-    def loss_of(params: Any) -> jax.Array:
-        h = x
-        for i, w in enumerate(params):
-            with jax.named_scope(f"layer_{i}"):
-                h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
-    loss, grads = value_and_grad(loss_of)(params)
-    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
 
 
 def arguments() -> tuple[Any, jax.Array]:

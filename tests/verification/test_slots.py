@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
+from layer_chain import step
 
 import jscaler
 from jscaler import VerificationError, plans
@@ -14,18 +14,6 @@ from jscaler.lower.donation import donated_imports
 from jscaler.lower.instructions import Instruction, Run, Send
 from jscaler.lower.step_plan import StepPlan
 from jscaler.verification.slots import check_instructions
-
-
-def step(params: Any, x: jax.Array) -> Any:
-    def loss_of(params: Any) -> jax.Array:
-        h = x
-        for i, w in enumerate(params):
-            with jax.named_scope(f"layer_{i}"):
-                h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
-    loss, grads = jscaler.value_and_grad(loss_of)(params)
-    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
 
 
 @pytest.fixture(scope="module")
