@@ -184,7 +184,8 @@ def test_sums_of_a_stack_take_less_memory_in_parts() -> None:
         memory = lowered.lower(state, batch).compile().memory_analysis()
         peaks[plan.__name__] = memory.temp_size_in_bytes
     assert peaks["zero3"] < parameters / 2, (peaks, parameters)
-    assert peaks["zero2"] < peaks["zero1"] - parameters, (peaks, parameters)  # the sums, and what is added to them
+    assert peaks["zero1"] < 1.5 * parameters, (peaks, parameters)  # the sums; what is added to them is of one layer
+    assert peaks["zero2"] < peaks["zero1"] - parameters / 2, (peaks, parameters)  # the sums lie in parts
 
 
 @pytest.mark.parametrize("inner", [zero2(), zero3()])

@@ -197,6 +197,11 @@ class OneDevice:
             self._seconds[key] = self._scaled(own, dict(parts), key[2])
         return self._seconds[key]
 
+    def products(self, own: OpKernels) -> float:
+        """Of the products among an op's kernels, on one device, as if nothing were read or written."""
+        kernels = (kernel for kernel in own.kernels if any(one.sizes for one in kernel.flops))
+        return sum(kernel.times * self.device.kernel_seconds(kernel.flops, 0, kernel.row) for kernel in kernels)
+
     def _scaled(self, own: OpKernels, parts: Mapping[str, int], others: Sequence[float]) -> float:
         op, rule = own.op, self.book.rule(own.op)
         every = math.prod(parts.values())

@@ -42,12 +42,14 @@ class Price:
         seconds: of a step.
         peak: bytes on the device that holds most.
         computing, sending: seconds of the devices that have most to do; hops from group to group are no part of them.
+        busiest: seconds of both, of the devices that have most of both: no order of blocks takes less.
     """
 
     seconds: float
     peak: float
     computing: float
     sending: float
+    busiest: float
 
 
 @dataclass
@@ -71,6 +73,12 @@ class Prices:
     def _unfolded(self) -> "Tables":
         """For plans that treat equal layers in several ways."""
         return Tables(self.captured, Folded(self.graph), self.cluster) if self._folded.folded.counts else self._folded
+
+    @cached_property
+    def products(self) -> float:
+        """Seconds that one device takes for the step's products alone, whatever is read and written beside them."""
+        program = self._folded.program()
+        return math.fsum(own.count * program.products(own) for own in program.kernels.values())
 
     @no_full_collections()
     def of(self, plan: Plan | str) -> Price:
@@ -191,10 +199,11 @@ class _Sums:
             )
             seconds = staged.seconds([*computing, *sending])
             peak = staged.peak(self._bytes(), self._sum_begins() >= 0, self.arguments)
-            return Price(seconds, peak, staged.busiest(computing), staged.busiest(sending))
+            busy = (staged.busiest(taken) for taken in (computing, sending, [*computing, *sending]))
+            return Price(seconds, peak, *busy)
         compute, send = (math.fsum(one.seconds for one in taken) for taken in (computing, sending))
         peak = self._timeline().max(initial=0.0) + sum(self.arguments.values())
-        return Price(compute + send, float(peak), compute, send)
+        return Price(compute + send, float(peak), compute, send, compute + send)
 
     def _computing(self) -> Iterator[Taken]:
         """What each op computes, all its runs together, and what adding its results up over them takes."""
