@@ -1,6 +1,6 @@
 """jscaler: expert-written parallel plans for Flax train steps, on JAX and XLA."""
 
-from jscaler import nnx, plans
+from jscaler import nnx, plans, spaces
 from jscaler.api import Parallelized, parallelize
 from jscaler.capture.gradient import grad, value_and_grad
 from jscaler.capture.op_rule import OpRule
@@ -39,6 +39,8 @@ from jscaler.estimate.found_schedule import find_schedule
 from jscaler.estimate.query import Cost, cost
 from jscaler.estimate.simulation import simulate
 from jscaler.padding import pad_batch
+from jscaler.plan_search.auto import Auto
+from jscaler.plan_search.query import Found, search
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
@@ -60,6 +62,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SCHEDULES",
+    "Auto",
     "Batches",
     "BlockError",
     "CaptureError",
@@ -75,6 +78,7 @@ __all__ = [
     "DeviceError",
     "Evaluation",
     "Fit",
+    "Found",
     "GradientError",
     "Job",
     "JobError",
@@ -124,7 +128,9 @@ __all__ = [
     "parallelize",
     "plans",
     "register_rule",
+    "search",
     "simulate",
+    "spaces",
     "train",
     "value_and_grad",
     "verify",

@@ -30,6 +30,7 @@ from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.overview import Overview, Shown
 from jscaler.lower.step_plan import StepPlan, decisions_of
+from jscaler.plan_search.auto import Auto, searched_plan
 from jscaler.plans.alone import tried_alone, tried_apart
 from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan
@@ -49,7 +50,7 @@ from jscaler.stages import Captured, lower, transform
 from jscaler.text.units import counted
 from jscaler.verification import verify as prove
 
-PlanLike = str | os.PathLike[str] | Plan | StepPlan | Callable[..., Any]
+PlanLike = str | os.PathLike[str] | Plan | StepPlan | Auto | Callable[..., Any]
 
 
 def parallelize(
@@ -72,7 +73,8 @@ def parallelize(
 
     Args:
         plan: a policy, the name of a built-in one (``"data_parallel"``), a finished `Plan` (or a lowered step's ``.plan``,
-            which has one), or the file of a saved one (``"plan.json"``).
+            which has one), or the file of a saved one (``"plan.json"``). ``"auto"``, or a `jscaler.Auto`, is the fastest
+            plan that fits, searched when the step is first planned; it wants ``cluster``, or devices of a known kind.
         devices: how many of ``jax.devices()``, or which; by default as many as a finished plan is for, and else all of
             them. A step can be planned and lowered for more than there are, not run.
         cluster: whose links price the adapters, in seconds: a `Cluster`, a built-in one's name or a .toml file. By
@@ -157,7 +159,9 @@ def parallelize(
     return decorate
 
 
-def _policy(plan: PlanLike) -> Callable[..., Any] | Plan:
+def _policy(plan: PlanLike) -> Callable[..., Any] | Plan | Auto:
+    if isinstance(plan, Auto) or plan == "auto":
+        return plan if isinstance(plan, Auto) else Auto()
     policy = plans.by_name(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
     if name := next((name for name, made in plans.PLANS.items() if made is policy), ""):
         raise PlanError(
@@ -427,7 +431,8 @@ class Parallelized(Shown):
             made = self._lowered.values()
             return [Followed.of(m.graph, m.plan.completed.inputs, m.call) for m in made]
 
-        following = Following(self._name, self._policy, planned, paths or {})
+        own = None if isinstance(self._policy, Auto) else self._policy  # what is found is for this step's graph alone
+        following = Following(self._name, own, planned, paths or {})
         return Parallelized(
             fun, policy, self._devices, arguments, self._cost, following=following, without=self._without,
             strict=self._strict, verify=self._verify,
@@ -477,7 +482,13 @@ class Parallelized(Shown):
         return self._arguments.bind(args, kwargs).leaves
 
     def _plan(self, captured: Captured, call: BoundCall, num_devices: int, policy: Any) -> StepPlan:
-        if self._following is None:
+        if isinstance(policy, Auto):
+            if self._following is not None:
+                raise PlanError(
+                    f"'{self._name}' follows the state of another step: its plan is not searched, but filled in"
+                )
+            plan = searched_plan(policy, captured.graph, num_devices, self._cost)
+        elif self._following is None:
             plan = transform(captured, policy, num_devices, cost=self._cost)
         else:
             plan = self._following.plan(captured, policy, call, num_devices, self._name, self._cost)

@@ -59,6 +59,7 @@ from jscaler.commands.redistribute import redistribute
 from jscaler.commands.runs import runs_
 from jscaler.commands.schedules import schedules_
 from jscaler.commands.screen import screen, show, show_error
+from jscaler.commands.search_command import search_
 from jscaler.commands.told_model import telling_sizes
 from jscaler.commands.training import OnScreen, Timelines
 from jscaler.errors import DeviceError, JscalerError
@@ -292,6 +293,7 @@ app.command()(redistribute)
 app.command("compile")(compile_)
 app.command("plan")(plan_)
 app.command("fit")(fit_)
+app.command("search")(search_)
 app.command("profile")(profile_)
 app.command("schedules")(schedules_)
 app.command("export")(export)

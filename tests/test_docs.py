@@ -141,6 +141,13 @@ def test_the_blocks_on_fitting_run() -> None:
     assert lines[-2].startswith("zero1 ")
 
 
+@pytest.mark.one_day_in(2)
+def test_the_blocks_on_search_run() -> None:
+    lines = run("-c", "\n".join(blocks("python", "docs/search.md"))).splitlines()
+    assert any(line.startswith("no plan of the space takes less than ") for line in lines)
+    assert lines[-1].startswith("pipeline(")
+
+
 @pytest.mark.one_day_in(3)
 def test_the_commands_on_a_job_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -178,6 +185,7 @@ COMMANDS = [
     *blocks("bash"),
     *blocks("bash", "docs/targets.md"),
     *blocks("bash", "docs/fit.md"),
+    *blocks("bash", "docs/search.md"),
     *blocks("bash", "docs/jobs.md"),
 ]
 

@@ -50,7 +50,7 @@ class Following:
 
     Attributes:
         name: the other step's.
-        policy: the other step's.
+        policy: the other step's; None where it is for that step alone.
         planned: what the other step has been planned for so far, the latest last.
         paths: argument of this step -> path of the other's leaves that it is; by default the state's own names.
     """
@@ -70,7 +70,7 @@ class Following:
     def _alike(self, captured: Captured, stores: Sequence[Decision], num_devices: int, step: str, cost: CostModel) -> Plan:
         """The other step's policy on this step; an open plan, with a warning, where it does not fit."""
         left_open = Plan(f"filled in for {step}", num_devices, tuple(stores))
-        if isinstance(self.policy, Plan):
+        if self.policy is None or isinstance(self.policy, Plan):
             return left_open  # a finished plan names the ops of its own graph
         try:
             return transform(captured, self.policy, num_devices, stores, cost)

@@ -1,0 +1,128 @@
+"""The points of spaces as candidates: planned, priced by tables, and confirmed by ``jscaler.cost``, each once."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jscaler.clusters import Cluster
+from jscaler.errors import JscalerError, PlanWarning
+from jscaler.estimate.cost import Cost
+from jscaler.estimate.prices import NoPriceError, Price, Prices
+from jscaler.estimate.query import cost
+from jscaler.ir import Graph
+from jscaler.primitives import Plan
+from jscaler.spaces import Point
+from jscaler.stages import transform
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A point, and what is known of it.
+
+    Attributes:
+        plan: None where it is not legal for the step, or was not planned.
+        price: by tables; None where these have none.
+        cost: by ``jscaler.cost``, where it was asked.
+        compiled_peak: bytes that XLA allocates on a device, where it was asked.
+        why: why it is not legal; or what planning it warned of.
+    """
+
+    point: Point
+    plan: Plan | None = None
+    price: Price | None = None
+    cost: Cost | None = None
+    compiled_peak: int | None = None
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """Of the plan."""
+        return self.point.text.removesuffix("()")
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as well as they are known."""
+        if self.cost is not None:
+            total = self.cost.seconds.total
+            assert total is not None
+            return total
+        assert self.price is not None
+        return self.price.seconds
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the device that holds most, as well as they are known."""
+        if self.compiled_peak is not None:
+            return self.compiled_peak
+        if self.cost is not None:
+            return self.cost.memory.peak
+        assert self.price is not None
+        return self.price.peak
+
+    @property
+    def busiest(self) -> float:
+        """Seconds of the devices that have most to do, without waiting."""
+        if self.price is not None:
+            return self.price.busiest
+        assert self.cost is not None
+        assert self.cost.seconds.total is not None
+        return self.cost.seconds.total - self.cost.seconds.waiting
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is legal, and something says what it costs."""
+        return self.cost is not None or self.price is not None
+
+
+class Candidates:
+    """Plans, prices and costs of points; each is worked out once."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, donated: bool = True):
+        self.graph, self.cluster, self.donated = graph, cluster, donated
+        self.prices = Prices(graph, cluster)
+        self._known: dict[str, Candidate] = {}
+
+    @cached_property
+    def floor(self) -> float:
+        """Seconds that no plan is below: the products of the step, shared by all devices without loss."""
+        return self.prices.products / self.cluster.num_devices
+
+    def priced(self, point: Point) -> Candidate:
+        """``point``, planned and priced; by ``jscaler.cost`` where tables have no price."""
+        found = self._known.get(point.text)
+        if found is None:
+            found = self._known[point.text] = Candidate(point)
+            self._heeded(found, self._price)
+        return found
+
+    def confirmed(self, candidate: Candidate) -> Candidate:
+        """``candidate`` with its cost."""
+        if candidate.cost is None and candidate.plan is not None:
+            self._heeded(candidate, self._cost)
+        return candidate
+
+    def _price(self, candidate: Candidate) -> None:
+        policy = candidate.point.make()
+        plan = transform(self.prices.captured, policy, self.cluster.num_devices, cost=self.cluster)
+        candidate.plan = replace(plan, name=candidate.text)
+        try:
+            candidate.price = self.prices.of(candidate.plan)
+        except NoPriceError:
+            self._cost(candidate)
+
+    def _cost(self, candidate: Candidate) -> None:
+        candidate.cost = cost(self.graph, candidate.plan, self.cluster, donated=self.donated)
+
+    def _heeded(self, candidate: Candidate, work: Callable[[Candidate], None]) -> None:
+        """Do ``work``; a plan that is not legal says why, and one that is warned of, of what."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PlanWarning)
+            try:
+                work(candidate)
+            except JscalerError as error:
+                candidate.plan = candidate.price = candidate.cost = None
+                candidate.why = f"{type(error).__name__}: {error}"
+                return
+        said = [str(one.message) for one in caught if issubclass(one.category, PlanWarning)]
+        candidate.why = "; ".join(dict.fromkeys([candidate.why, *said] if candidate.why else said))

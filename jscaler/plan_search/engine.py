@@ -1,0 +1,194 @@
+"""``search_graph``: the fastest plan of some spaces that fits, with its bound, its runners-up, and why it is so."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jscaler.clusters import Cluster
+from jscaler.collector import no_full_collections
+from jscaler.errors import DeviceError, PlanError
+from jscaler.estimate.fitting import batch_size
+from jscaler.ir import Graph
+from jscaler.plan_search.branch_and_bound import Search
+from jscaler.plan_search.candidates import Candidate, Candidates
+from jscaler.plan_search.found import Found, Reason
+from jscaler.spaces import Point, Setting, Space
+
+SMALLEST = 3  # plans whose cost is asked where nothing fits
+FOR_REASONS = 0.2  # of the seconds: for what other choices would cost
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a search is.
+
+    Attributes:
+        stage: what it does.
+        looked, points: plans that were looked at, and all that there are.
+        best: the fastest so far that fits.
+        bound: seconds that no plan is below.
+    """
+
+    stage: str
+    looked: int = 0
+    points: int = 0
+    best: Candidate | None = None
+    bound: float = 0.0
+
+
+Told = Callable[[Progress], Any]
+Compile = Callable[[Candidate], int | None]  # bytes that XLA needs, where it can be asked
+
+
+@no_full_collections()
+def search_graph(
+    graph: Graph,
+    cluster: Cluster,
+    spaces: Sequence[Sequence[Space]],
+    *,
+    seconds: float = 60.0,
+    memory: float | None = None,
+    donated: bool = True,
+    told: Told = lambda progress: None,
+    compiled_peak: Compile | None = None,
+) -> Found:
+    """Search ``spaces``, one behind another; stops behind ``seconds``, and at Ctrl-C, with the best so far.
+
+    Args:
+        memory: bytes that each device may take; all that it has by default.
+        told: is told how far the search is.
+        compiled_peak: asks XLA what the best plan takes; where that is too much, the search goes on.
+
+    Raises:
+        DeviceError: the cluster does not say what its devices are.
+        PlanError: the spaces are empty for so many devices and rows.
+    """
+    return _Run(graph, cluster, spaces, seconds, memory, donated, told, compiled_peak).found()
+
+
+class _Run:
+    """One search from its points to its answer."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, spaces: Sequence[Sequence[Space]], seconds: float, memory: float | None,
+        donated: bool, told: Told, compiled_peak: Compile | None,
+    ):  # fmt: skip
+        if cluster.device is None:
+            raise DeviceError(f"search: cluster '{cluster.name}' does not say what its devices are: seconds have no price")
+        self.begun, self.seconds, self.told, self.compiled_peak = time.perf_counter(), seconds, told, compiled_peak
+        self.cluster, self.spaces = cluster, spaces
+        self.memory = memory if memory is not None else cluster.memory or None
+        told(Progress("pricing one device"))
+        self.candidates = Candidates(graph, cluster, donated)
+        self.at = Setting(cluster.num_devices, cluster.devices_per_host, batch_size(graph))
+        points = [self._points(space) for space in spaces]
+        self.search = Search(self.candidates, points, self.memory)
+        if not self.search.num_points:
+            raise PlanError(
+                f"search: the space {'; '.join(str(one) for space in spaces for one in space)} has no plan for "
+                f"{self.at.devices} devices, {self.at.per_host} of a host, and {self.at.batch} rows of a batch"
+            )
+        self.note, self.stopped = "", False
+
+    def _points(self, spaces: Sequence[Space]) -> list[Point]:
+        return [point for space in spaces for point in space.points(self.at)]
+
+    def _left(self) -> float:
+        return self.seconds - (time.perf_counter() - self.begun)
+
+    def found(self) -> Found:
+        """The answer."""
+        search = self.search
+        try:
+            complete = self._exhaust(search, self._left())
+            while search.best is not None and not self._agrees(search.best):
+                complete = self._exhaust(search, max(self._left(), 1.0)) and complete
+            if search.best is None:
+                self._confirm_smallest()
+            why = tuple(self._reasons(search.best)) if search.best is not None else ()
+        except KeyboardInterrupt:
+            complete, why = False, ()
+        legal = sorted((one for one in search.looked if one.is_known), key=lambda one: (one.seconds, one.text))
+        illegal = {one.text: one.why for one in search.looked if not one.is_known}
+        return Found(
+            self.cluster, self.memory, search.best, search.bound, why, tuple(legal), illegal, search.num_points,
+            time.perf_counter() - self.begun, complete, self.note,
+        )  # fmt: skip
+
+    def _exhaust(self, search: Search, seconds: float, stage: str = "") -> bool:
+        """Search to the end, or as long as there is time; whether it came to its end."""
+        until, last = time.perf_counter() + seconds, 0.0
+        for one in search.steps():
+            now = time.perf_counter()
+            if now - last > 0.5:
+                last = now
+                at = stage or one.text
+                self.told(Progress(at, len(search.looked), search.num_points, self.search.best, self.search.bound))
+            if now > until:
+                return False
+        return True
+
+    def _agrees(self, one: Candidate) -> bool:
+        """Whether XLA finds room for the best plan, where it is asked."""
+        if self.compiled_peak is None or self.memory is None or one.compiled_peak is not None:
+            return True
+        self.told(Progress(f"{one.text}: compiling", len(self.search.looked), self.search.num_points, one))
+        try:
+            peak = self.compiled_peak(one)
+        except DeviceError as error:
+            self.note, self.compiled_peak = f"not compiled: {error}", None
+            return True
+        if peak is None or peak <= self.memory:
+            one.compiled_peak = peak
+            return True
+        self.search.too_large(one, peak)
+        return False
+
+    def _confirm_smallest(self) -> None:
+        """Where nothing fits: the plans that hold least, with their costs."""
+        known = [one for one in self.search.looked if one.is_known]
+        for one in sorted(known, key=lambda one: (one.peak, one.text))[:SMALLEST]:
+            self.candidates.confirmed(one)
+
+    def _reasons(self, best: Candidate) -> Iterator[Reason]:
+        """What binds, and what other choices would cost; as far as there is time."""
+        until = time.perf_counter() + max(self._left(), FOR_REASONS * self.seconds)
+        yield from self._binding(best, until)
+        fitting = [one for one in self.search.looked if one.is_known and not self.search.is_too_large(one)]
+        fitting.sort(key=lambda one: (one.seconds, one.text))
+        for name, value in best.point.numbers.items():
+            others = [one for one in fitting if one.point.numbers.get(name, value) != value]
+            for other in others:
+                if time.perf_counter() > until:
+                    return
+                self.candidates.confirmed(other)
+                if other.is_known and not self.search.is_too_large(other):
+                    said = f"{name.rpartition('.')[2]}={value}"
+                    yield Reason(said, other.text, other.seconds - best.seconds, other.peak)
+                    break
+
+    def _binding(self, best: Candidate, until: float) -> Iterator[Reason]:
+        """Constraints without which the step would be faster: memory, and limits of domains."""
+        wider: list[tuple[str, list[list[Point]], float | None]] = []
+        if self.memory is not None:
+            wider.append((f"memory={self.memory / 1e9:.1f} GB", [self._points(space) for space in self.spaces], None))
+        for spaces in self.spaces:
+            for space in spaces:
+                wider += [(text, [[*other.points(self.at)]], self.memory) for text, other in space.unlimited()]
+        for text, points, memory in wider:
+            search = Search(self.candidates, points, memory)
+            search.best = best
+            if not self._exhaust(search, until - time.perf_counter(), f"without {text}"):
+                return
+            free = search.best
+            if free is not best and free.seconds < best.seconds:
+                yield Reason(text, free.text, free.seconds - best.seconds, free.peak)
+
+
+def seconds_checked(seconds: Any) -> float:
+    """``seconds`` as a positive number; raises PlanError otherwise."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise PlanError(f"search: seconds is how long it may take, a number above 0, not {seconds!r}")
+    return float(seconds)

@@ -1,0 +1,52 @@
+"""The built-in spaces by name, and what a person may give in the place of one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jscaler.errors import PlanError, UnknownNameError, shown
+from jscaler.spaces.co_shard import co_shard
+from jscaler.spaces.dap import dap
+from jscaler.spaces.expert_parallel import expert_parallel
+from jscaler.spaces.interlaced import interlaced
+from jscaler.spaces.megatron import megatron
+from jscaler.spaces.space import Space
+from jscaler.spaces.three_f_one_b import three_f_one_b
+from jscaler.spaces.zero import zero
+
+SPACES: dict[str, Callable[[], list[Space]]] = {
+    made.__name__: made for made in (zero, megatron, expert_parallel, dap, co_shard, interlaced, three_f_one_b)
+}
+
+
+def as_spaces(given: Any) -> list[list[Space]]:
+    """Spaces in the order in which they are searched: all that are built in where ``given`` is None.
+
+    Args:
+        given: a `Space`; the name of a built-in one; or several of them.
+
+    Raises:
+        UnknownNameError: no built-in space has that name.
+        PlanError: it is no space.
+
+    Example:
+        >>> [str(space) for space in as_spaces("expert_parallel")[0]]  # doctest: +ELLIPSIS
+        ['accumulate(microbatches=parts_of_batch(), plan=[expert_parallel(), ...])']
+    """
+    if given is None:
+        return [made() for made in SPACES.values()]
+    several: Sequence[Any] = [*given] if isinstance(given, list | tuple) else [given]
+    found: list[list[Space]] = []
+    for one in several:
+        if isinstance(one, Space):
+            found.append([one])
+        elif isinstance(one, str):
+            if one not in SPACES:
+                raise UnknownNameError("space", one, [*SPACES], "; a space of your own is a jscaler.spaces.Space")
+            found.append(SPACES[one]())
+        elif one in SPACES.values():
+            found.append(one())
+        else:
+            raise PlanError(f"a space is a jscaler.spaces.Space, or the name of a built-in one, not {shown(one)}")
+    if not found:
+        raise PlanError(f"search: no space is given; leave it out for all of {', '.join(SPACES)}")
+    return found

@@ -1,0 +1,187 @@
+"""Domains of a policy's arguments: which values a search may give to a number."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jscaler.errors import PlanError, check_count, divisors, shown
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a space is laid over.
+
+    Attributes:
+        devices: how many the policy gets.
+        per_host: how many of a host are among them, at most.
+        batch: rows of the batch.
+        numbers: the arguments of the policy that are chosen already.
+    """
+
+    devices: int
+    per_host: int
+    batch: int
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Value(NamedTuple):
+    """One value of a domain.
+
+    Attributes:
+        chain: the text of its chain, whose values stand from the fastest to the slowest; those of several have no order.
+        rank: its place in the chain.
+        saves: whether what stands behind it in the chain holds less memory.
+    """
+
+    value: Any
+    chain: str = ""
+    rank: int = 0
+    saves: bool = False
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The values that an argument may take, in chains from the fastest to the slowest.
+
+    A chain promises that no value behind another computes or sends less. A search that has met the first one knows a
+    bound of all. Its values may hold less memory (``saves``).
+
+    Attributes:
+        text: how it was written.
+        chains: a function of the `Setting` that gives the chains.
+        limit: the same without its ``most``, where it has one: what could be gained by more.
+    """
+
+    text: str
+    chains: Any
+    saves: bool = False
+    limit: "Domain | None" = None
+
+    def values(self, at: Setting) -> list[Value]:
+        """All of them, in order."""
+        chains = self.chains(at)
+        return [Value(value, repr(chain), rank, self.saves) for chain in chains for rank, value in enumerate(chain)]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def one_of(*values: Any) -> Domain:
+    """These values, in no order.
+
+    Example:
+        >>> [value.value for value in one_of(1, 4).values(Setting(8, 8, 32))]
+        [1, 4]
+    """
+    if not values:
+        raise PlanError("one_of: no values are given; a domain has one at least")
+    return Domain(f"one_of({', '.join(map(repr, values))})", lambda at: [[value] for value in values])
+
+
+def in_order(*values: Any, saves: bool = True) -> Domain:
+    """These values, of which none computes or sends less than those in front of it.
+
+    Args:
+        saves: whether each holds less memory than those in front of it.
+
+    Example:
+        >>> str(in_order(1, 2, 3))
+        'in_order(1, 2, 3)'
+    """
+    if not values:
+        raise PlanError("in_order: no values are given; a domain has one at least")
+    return Domain(f"in_order({', '.join(map(repr, values))})", lambda at: [values], saves)
+
+
+def divisors_of_devices(most: int | None = None, least: int = 1) -> Domain:
+    """The divisors of the number of devices, in no order.
+
+    Args:
+        most, least: the greatest and the smallest.
+
+    Example:
+        >>> [value.value for value in divisors_of_devices(most=4).values(Setting(12, 8, 32))]
+        [1, 2, 3, 4]
+    """
+    check_count("divisors_of_devices: least", least)
+    if most is not None:
+        check_count("divisors_of_devices: most", most, least=least)
+    text = ", ".join([f"most={most}"] * (most is not None) + [f"least={least}"] * (least > 1))
+    limit = divisors_of_devices(None, least) if most is not None else None
+
+    def chains(at: Setting) -> list[list[int]]:
+        return [[n] for n in divisors(at.devices) if least <= n and (most is None or n <= most)]
+
+    return Domain(f"divisors_of_devices({text})", chains, limit=limit)
+
+
+def within_host(least: int = 1) -> Domain:
+    """The divisors of the number of devices that a host has room for, in no order.
+
+    Example:
+        >>> [value.value for value in within_host().values(Setting(32, 8, 32))]
+        [1, 2, 4, 8]
+    """
+    check_count("within_host: least", least)
+
+    def chains(at: Setting) -> list[list[int]]:
+        return [[n] for n in divisors(at.devices) if least <= n <= at.per_host]
+
+    limit = divisors_of_devices(None, least)
+    return Domain(f"within_host({f'least={least}' if least > 1 else ''})", chains, limit=limit)
+
+
+def rest_of_devices(*names: str) -> Domain:
+    """What other arguments leave of the devices: their number by the product of these.
+
+    Example:
+        >>> [value.value for value in rest_of_devices("tp").values(Setting(8, 8, 32, {"tp": 2}))]
+        [4]
+    """
+
+    def chains(at: Setting) -> list[list[int]]:
+        left = at.devices
+        for name in names:
+            if name not in at.numbers:
+                raise PlanError(
+                    f"rest_of_devices('{name}'): the space has chosen {', '.join(at.numbers) or 'nothing'} so far; "
+                    f"give '{name}' in front of it"
+                )
+            left = left // at.numbers[name] if left % at.numbers[name] == 0 else 0
+        return [[left]] if left else []
+
+    return Domain(f"rest_of_devices({', '.join(map(repr, names))})", chains)
+
+
+def parts_of_batch(most: int | None = None, least: int = 1) -> Domain:
+    """Numbers of micro-batches: divisors of the batch's rows, the fewest first, which run fastest and hold most.
+
+    Args:
+        most, least: the greatest and the smallest.
+
+    Example:
+        >>> [value.value for value in parts_of_batch(least=2).values(Setting(8, 8, 12))]
+        [2, 3, 4, 6, 12]
+    """
+    check_count("parts_of_batch: least", least)
+    if most is not None:
+        check_count("parts_of_batch: most", most, least=least)
+    text = ", ".join([f"most={most}"] * (most is not None) + [f"least={least}"] * (least > 1))
+    limit = parts_of_batch(None, least) if most is not None else None
+
+    def chains(at: Setting) -> list[list[int]]:
+        return [[n for n in divisors(at.batch) if least <= n and (most is None or n <= most)]]
+
+    return Domain(f"parts_of_batch({text})", chains, True, limit)
+
+
+def as_domain(given: Any) -> Domain:
+    """``given``, or the domain of a list's values, or of this value alone."""
+    if isinstance(given, Domain):
+        return given
+    if isinstance(given, list | tuple | set | range):
+        values: Sequence[Any] = [*given] if isinstance(given, Iterable) else []
+        if not values:
+            raise PlanError(f"a domain has no values: {shown(given)}")
+        return one_of(*values)
+    return Domain(repr(given), lambda at: [[given]])

@@ -1,0 +1,16 @@
+"""The ZeRO family: data parallelism whose optimizer state, gradients and parameters lie in parts.
+
+| argument | domain |
+| --- | --- |
+| stage | none, 1, 2, 3 |
+| memory | as it is; attention computed again; layers computed again |
+| micro-batches | divisors of the batch |
+"""
+
+from jscaler.spaces.saving import in_microbatches, saving_memory
+from jscaler.spaces.space import Space
+
+
+def zero() -> list[Space]:
+    """Data parallelism and ZeRO 1 to 3, in micro-batches."""
+    return [in_microbatches(*saving_memory(Space(name))) for name in ("data_parallel", "zero1", "zero2", "zero3")]

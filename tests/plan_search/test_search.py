@@ -1,0 +1,198 @@
+"""Searches: the best of all points, by brute force; bounds; memory; reasons; and plans that run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jscaler
+from jscaler import spaces as s
+from jscaler.clusters import find_cluster
+from jscaler.errors import JscalerError, PlanError, PlanWarning
+from jscaler.plan_search.branch_and_bound import CLOSE
+from jscaler.plan_search.candidates import Candidate
+from jscaler.plan_search.engine import Progress, search_graph
+from jscaler.plan_search.found import Found
+
+CLUSTER = find_cluster("4xV100-32GB")
+LAYERS, WIDE = 6, 64
+OPTIMIZER = optax.adam(1e-3)
+INNER = [s.Space("megatron", tp=s.within_host(), dp=s.rest_of_devices("tp"), zero=s.in_order(1, 3))]
+SMALL = [s.in_microbatches(*INNER, s.Space("recompute_layers", plan=INNER))]
+STAGED = s.Space(
+    "pipeline", stages=2, microbatches=s.parts_of_batch(least=2, most=8),
+    schedule=s.in_order("1f1b", "zb_h1", saves=False), plan=s.in_each_stage(s.Space("zero1")),
+)  # fmt: skip
+
+
+def train_step(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+    def loss(params: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return ((jax.lax.scan(layer, batch["x"], params)[0] - batch["y"]) ** 2).mean()
+
+    value, gradients = value_and_grad(loss)(state["params"])
+    updates, moments = OPTIMIZER.update(gradients, state["moments"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, value
+
+
+def arguments(rows: int = 16, dtype: Any = jnp.float32) -> Any:
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "up": jax.random.normal(keys[0], (LAYERS, WIDE, 4 * WIDE), dtype) / 8,
+        "down": jax.random.normal(keys[1], (LAYERS, 4 * WIDE, WIDE), dtype) / 16,
+    }
+    x, y = (jax.random.normal(key, (rows, WIDE), dtype) for key in keys[2:])
+    return {"params": params, "moments": OPTIMIZER.init(params)}, {"x": x, "y": y}
+
+
+@pytest.fixture(scope="module")
+def graph() -> Any:
+    return jscaler.parallelize("single", devices=1)(train_step).graph(*arguments())
+
+
+@pytest.fixture(scope="module")
+def every(graph: Any) -> dict[str, tuple[float, int]]:
+    """Seconds and peak of every plan of the spaces, by brute force."""
+    found = {}
+    for point in (p for space in (*SMALL, STAGED) for p in space.points(s.Setting(4, 4, 16))):
+        try:
+            cost = jscaler.cost(graph, point.make(), CLUSTER)
+        except JscalerError:
+            continue
+        found[point.text.removesuffix("()")] = cost.seconds.total, cost.memory.peak
+    return found
+
+
+def searched(graph: Any, memory: float | None = None, **how: Any) -> Found:
+    return search_graph(graph, CLUSTER, [SMALL, [STAGED]], memory=memory, **how)
+
+
+@pytest.mark.parametrize("part", [1.0, 0.8, 0.6, 0.4])
+def test_the_best_of_all_plans_is_found_and_the_bound_holds(graph: Any, every: Any, part: float) -> None:
+    peaks = sorted(peak for _, peak in every.values())
+    memory = peaks[round(part * (len(peaks) - 1))]
+    best = min(seconds for seconds, peak in every.values() if peak <= memory)
+    found = searched(graph, memory)
+    assert found.complete
+    assert found.cost is not None
+    assert found.plan is not None
+    assert best <= found.cost.seconds.total <= best * (1 + 2 * CLOSE)
+    assert found.cost.memory.peak <= memory
+    assert found.bound <= best
+    assert found.gap == pytest.approx(found.cost.seconds.total / found.bound - 1)
+    assert all(one.seconds >= found.bound for one in found.runners_up)
+    for one in (c for c in found.candidates if c.cost is not None):
+        assert (one.seconds, one.peak) == pytest.approx(every[one.text])
+
+
+def test_reasons_say_what_another_choice_costs(graph: Any, every: Any) -> None:
+    least = min(peak for _, peak in every.values())
+    found = searched(graph, 1.05 * least)
+    assert found.chosen is not None
+    binding = [one for one in found.why if one.seconds < 0]
+    assert [one.what.partition("=")[0] for one in binding] == ["memory"]
+    free = min(seconds for seconds, _ in every.values())
+    assert found.chosen.seconds + binding[0].seconds == pytest.approx(free, rel=0.01)
+    for one in found.why:
+        assert every[one.instead][0] - found.chosen.seconds == pytest.approx(one.seconds, abs=1e-12)
+
+
+def test_a_limit_that_binds_is_named(graph: Any) -> None:
+    narrow = s.Space("megatron", tp=s.divisors_of_devices(most=1), dp=s.rest_of_devices("tp"))
+    free = s.Space("megatron", tp=s.divisors_of_devices(), dp=s.rest_of_devices("tp"))
+    found, best = (search_graph(graph, CLUSTER, [[space]]) for space in (narrow, free))
+    assert found.chosen is not None
+    assert best.chosen is not None
+    gain = found.chosen.seconds - best.chosen.seconds
+    assert gain > 0
+    assert {one.what: one.seconds for one in found.why} == {"tp=divisors_of_devices(most=1)": pytest.approx(-gain)}
+
+
+def test_equal_inputs_give_equal_plans(graph: Any) -> None:
+    first, second = (searched(graph) for _ in range(2))
+    assert first.plan is not None
+    assert second.plan is not None
+    assert first.plan.to_json() == second.plan.to_json()
+    assert [one.text for one in first.candidates] == [one.text for one in second.candidates]
+
+
+def test_where_nothing_fits_the_least_is_named(graph: Any, every: Any) -> None:
+    found = searched(graph, 1000.0)
+    assert found.plan is None
+    assert found.cost is None
+    assert found.smallest is not None
+    assert found.smallest.peak == pytest.approx(min(peak for _, peak in every.values()), rel=0.03)
+    assert "nothing fits: the least is" in str(found)
+    assert "parameters and optimizer take" in str(found)
+
+
+def test_what_xla_finds_too_large_is_left_and_the_search_goes_on(graph: Any) -> None:
+    asked: list[str] = []
+
+    def peak(one: Candidate) -> int:
+        asked.append(one.text)
+        return 10**12 if len(asked) < 3 else 1000
+
+    found = searched(graph, compiled_peak=peak)
+    assert found.chosen is not None
+    assert asked[-1] == found.chosen.text
+    assert len({*asked}) == 3
+    assert [one.compiled_peak for one in found.candidates if one.text in asked[:2]] == [10**12] * 2
+    assert found.chosen.seconds == min(one.seconds for one in found.candidates if found.fits(one))
+
+
+def test_a_search_that_is_stopped_has_an_incumbent_and_a_bound(graph: Any, every: Any) -> None:
+    def told(progress: Progress) -> None:
+        if progress.best is not None:
+            raise KeyboardInterrupt
+
+    for found in (searched(graph, told=told), searched(graph, seconds=1e-3)):
+        assert not found.complete
+        assert found.bound <= min(seconds for seconds, _ in every.values())
+        assert found.chosen is None or found.gap > 0
+
+
+def test_what_is_searched_runs(graph: Any) -> None:
+    del graph
+    with jax.enable_x64(True):
+        state, batch = arguments(dtype=jnp.float64)
+        expected = jax.jit(lambda state, batch: train_step(state, batch, jax.value_and_grad))
+        want = expected(*expected(state, batch)[:1], batch)
+        for space in (SMALL[0], STAGED):
+            step = jscaler.parallelize(jscaler.Auto(space=space), devices=4, cluster=CLUSTER)(train_step)
+            got = step(*step(state, batch)[:1], batch)
+            for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+            assert step.plan_name == "auto"
+
+
+def test_auto_is_a_plan_and_evaluations_follow_it() -> None:
+    state, batch = arguments(4)
+    step = jscaler.parallelize("auto", devices=2, cluster="8xH100-80GB")(train_step)
+    value = step(state, batch)[1]
+
+    @step.follow
+    def evaluate(state: Any, batch: Any) -> jax.Array:
+        return train_step(state, batch, jax.value_and_grad)[1]
+
+    np.testing.assert_allclose(evaluate(state, batch), value, rtol=1e-5)
+    assert step.lower(state, batch).plan.plan.num_devices == 2
+
+
+def test_devices_that_nobody_knows_are_said() -> None:
+    with pytest.warns(PlanWarning, match="'cpu' is no kind of device"):
+        found = jscaler.search(train_step, *arguments(), space="zero", confirm=False)
+    assert found.cluster.num_devices == 8
+
+
+def test_a_search_of_nothing_is_refused(graph: Any) -> None:
+    with pytest.raises(PlanError, match="has no plan for 4 devices"):
+        search_graph(graph, CLUSTER, [[s.Space("megatron", tp=s.divisors_of_devices(least=8))]])
+    for wrong in ({"seconds": 0}, {"memory": -1}):
+        with pytest.raises(PlanError, match="above 0"):
+            jscaler.search(graph, target=CLUSTER, **wrong)
