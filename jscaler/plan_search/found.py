@@ -63,7 +63,8 @@ class Found:
         note: what else is to be said: of XLA's account of the memory, say.
 
     Example:
-        >>> found = jscaler.search(train_step, state, batch, target="4xH100-80GB", space=["zero", "megatron"], confirm=False)
+        >>> spaces = ["zero", "megatron"]
+        >>> found = jscaler.search(train_step, state, batch, target="4xH100-80GB", space=spaces, confirm=False)
         >>> found.plan.num_devices, found.cost.seconds.total < 1, found.gap < 1, found.smallest.peak < 1e8
         (4, True, True, True)
         >>> all(found.fits(other) and other.seconds >= found.bound for other in found.runners_up)
