@@ -43,6 +43,7 @@ from jscaler.plan_search.auto import Auto
 from jscaler.plan_search.query import Found, search
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.report.draw_timeline import draw_timelines
+from jscaler.report.plan_shardings import PlanShardings
 from jscaler.report.trace_file import write_trace
 from jscaler.rules.user_rules import register_rule
 from jscaler.runtime.chunked_array import ChunkedArray
@@ -95,6 +96,7 @@ __all__ = [
     "PlanError",
     "PlanFileError",
     "PlanFitError",
+    "PlanShardings",
     "PlanWarning",
     "Prefix",
     "ProcessError",

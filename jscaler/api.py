@@ -34,6 +34,7 @@ from jscaler.plan_search.auto import Auto, searched_plan
 from jscaler.plans.alone import tried_alone, tried_apart
 from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan
+from jscaler.report.plan_shardings import CallTrees
 from jscaler.report.side_effects import repeated_effects
 from jscaler.runtime.arguments import Arguments, BoundCall
 from jscaler.runtime.chunked_array import ChunkedSharding, ChunkedStruct
@@ -534,8 +535,10 @@ class Parallelized(Shown):
         step = planned(count)
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
         made = executable(step, devices, donated)
+        changed = tuple(call.names[i] for i in (result.changes.changed if result.changes else ()))
+        trees = CallTrees(tuple(tree for _, tree in call.trees), result.tree, changed, devices)
         found = Lowered(
-            ExplainedPlan.of(step), captured, made, call.without_arrays(), result.tree, lowered(step, made), devices,
+            ExplainedPlan.of(step, trees), captured, made, call.without_arrays(), result.tree, lowered(step, made), devices,
             self._cost, result.changes, planned if self._devices is None else None, self,
         )  # fmt: skip
         proof = _proof(step, found) if self._verify else ""

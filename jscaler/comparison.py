@@ -19,14 +19,13 @@ from jscaler.errors import CaptureError, check_count
 from jscaler.estimate.live import LiveTensors
 from jscaler.estimate.memory import held_arguments
 from jscaler.estimate.waiting import Waiting, devices_alike
-from jscaler.lower.emit import physical_mesh
-from jscaler.lower.gspmd import constrained_step
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.hlo import Totals, totals
+from jscaler.report.plan_shardings import plan_shardings
 from jscaler.report.target_report import send_rows
 from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.runtime.dispatch import place
-from jscaler.runtime.executable import executable, input_structs, shardings
+from jscaler.runtime.executable import executable, input_structs
 from jscaler.runtime.executable import lowered as lowered_segments
 from jscaler.stages import lower
 from jscaler.text.device_list import devices_text
@@ -212,11 +211,10 @@ def twin(lowered: Lowered, options: Mapping[str, Any] | None = None) -> Any:
 def _compile_twin(
     plan: StepPlan, lowered: Lowered, donated: Sequence[int], options: Mapping[str, Any] | None = None
 ) -> Any:
-    mesh = physical_mesh(plan.program.group, lowered.devices)  # GSPMD partitions for one group
-    inputs, outputs = shardings(plan, lowered.devices)
-    fun = constrained_step(plan.source, plan.layouts, mesh, plan.completed.gradients, plan.refetched)
-    jitted = jax.jit(fun, in_shardings=inputs, out_shardings=list(outputs), donate_argnums=tuple(donated))
-    return jitted.lower(*input_structs(plan.graph.inputs, inputs)).compile(dict(options or {}))
+    made = plan_shardings(plan, lowered.devices)
+    ins, outs = made.in_shardings, made.out_shardings
+    jitted = jax.jit(made.constrained_step, in_shardings=ins, out_shardings=outs, donate_argnums=tuple(donated))
+    return jitted.lower(*input_structs(plan.graph.inputs, ins)).compile(dict(options or {}))
 
 
 def _differences(lowered: Lowered, split: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[float, float, float, float]:

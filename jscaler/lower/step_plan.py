@@ -132,9 +132,16 @@ class StepPlan:
 
     @property
     def layouts(self) -> dict[PTensor, Layout]:
-        """How every op leaves its results."""
-        made = ((op, self.completed.ops[op.path].outputs) for op in self.graph.ops)
-        return {t: layout for op, layouts in made for t, layout in zip(op.outputs, layouts, strict=True)}
+        """How inputs lie, how every op leaves its results, and every loop; in its body what it hands to an iteration."""
+        laid, found = self.completed, dict(self.completed.inputs)
+        for op in self.graph.ops:
+            found.update(zip(op.outputs, laid.ops[op.path].outputs, strict=True))
+        for name, loop in self.graph.loops.items():
+            carries, xs, ys = laid.loops[name].carries, laid.loops[name].xs, laid.loops[name].ys
+            found.update((t, at) for c, at in zip(loop.carries, carries, strict=True) for t in (c.inside, c.final))
+            found.update((x.slice, at) for x, at in zip(loop.xs, xs, strict=True))
+            found.update((y.stack, at.stacked(loop.length)) for y, at in zip(loop.ys, ys, strict=True))
+        return found
 
     @property
     def refetched(self) -> Set[PTensor]:

@@ -1,7 +1,7 @@
 """``ExplainedPlan``: a planned step that says what its plan makes of it."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -15,6 +15,7 @@ from jscaler.primitives import Plan
 from jscaler.report.explain import SECTIONS, Section, explain, meshes_text
 from jscaler.report.leaves import local_bytes
 from jscaler.report.moved_tensors import all_moved, moved_text
+from jscaler.report.plan_shardings import CallTrees, PlanShardings, plan_shardings
 from jscaler.report.step_report import StepReport, memory_rows, memory_text, step_report
 from jscaler.text.units import counted, readable_bytes
 
@@ -69,10 +70,25 @@ class ExplainedPlan(Explains, StepPlan):
     """What ``lowered.plan`` is: a `StepPlan`, its report and its tables. Pickled, it is a `LoadedPlan`."""
 
     proof: str = field(default="", compare=False)
+    trees: CallTrees | None = field(default=None, compare=False)
 
     @staticmethod
-    def of(step: StepPlan) -> "ExplainedPlan":
-        return ExplainedPlan(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)})
+    def of(step: StepPlan, trees: CallTrees | None = None) -> "ExplainedPlan":
+        return ExplainedPlan(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)}, trees=trees)
+
+    def as_shardings(self, devices: Sequence[Any] | None = None) -> PlanShardings:
+        """The plan for plain ``jax.jit``: shardings of arguments and results, and constraints on values in between.
+
+        Args:
+            devices: which; by default those that the step was lowered for. If these are not at hand, the mesh is abstract:
+                the step can be traced and lowered for ``jax.ShapeDtypeStruct`` objects.
+
+        Raises:
+            PlanError: the plan has several device groups (a pipeline), which no one mesh holds.
+            DeviceError: there are more or fewer devices than the plan is for.
+        """
+        at_hand = self.trees.devices if self.trees is not None else ()
+        return plan_shardings(self, at_hand if devices is None else devices, self.trees)
 
     @cached_property
     def report(self) -> StepReport:

@@ -18,8 +18,9 @@ from jscaler.ir import PTensor
 from jscaler.ir.overview import Overview, Shown
 from jscaler.lower.alike import program_keys
 from jscaler.lower.donation import donated_imports, donated_inputs
-from jscaler.lower.emit import emit, physical_mesh, sharding, value_shape, value_shardings
+from jscaler.lower.emit import emit, physical_mesh, value_shape, value_shardings
 from jscaler.lower.instructions import Gather, Instruction, Instructions, Run, Send
+from jscaler.lower.leaf_shardings import only_device, shardings
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
@@ -480,21 +481,3 @@ def input_structs(inputs: Sequence[PTensor], in_shardings: Sequence[Any]) -> lis
         jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=s, weak_type=getattr(t.aval, "weak_type", False))
         for t, s in zip(inputs, in_shardings, strict=True)
     ]
-
-
-def shardings(step: StepPlan, devices: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The shardings of the step's inputs and outputs on ``devices``, each on the mesh of its group."""
-    meshes = {group: physical_mesh(group, devices) for group in step.completed.groups}
-
-    @functools.cache
-    def one(layout: Layout) -> NamedSharding | SingleDeviceSharding:
-        mesh = meshes[layout.mesh]
-        return sharding(layout, mesh) if mesh.axis_names else SingleDeviceSharding(only_device(mesh))
-
-    return tuple(one(step.completed.inputs[t]) for t in step.graph.inputs), tuple(map(one, step.completed.outputs))
-
-
-def only_device(mesh: Mesh | AbstractMesh) -> Any:
-    """The device of a mesh without axes."""
-    assert isinstance(mesh, Mesh), "a mesh of absent devices has an axis"
-    return mesh.devices.flat[0]
