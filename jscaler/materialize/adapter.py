@@ -15,7 +15,7 @@ from functools import lru_cache
 from jscaler.clusters import BYTES, CostModel
 from jscaler.errors import PlanError
 from jscaler.ir.mask import SubDims
-from jscaler.materialize.bounds import bytes_at_least
+from jscaler.materialize.bounds import bytes_at_least, pieces_at_least
 from jscaler.materialize.canonical import canonical
 from jscaler.materialize.layout import Layout, common_subdims, without_values
 from jscaler.materialize.notation import OpenLayout
@@ -296,7 +296,8 @@ def _through_copy(source: Layout, target: Layout, itemsize: int, cost: CostModel
 def _as_regions(source: Layout, target: Layout, itemsize: int, cost: CostModel, most: float) -> Adapter | None:
     """A point-to-point exchange, where it costs less than ``most``."""
     num_devices = len(source.mesh.devices)
-    least = cost.floor(bytes_at_least(source, target, itemsize))
+    rounds = max(0, pieces_at_least(source, target) - 2)  # beside the first; a piece may be the device's own
+    least = cost.floor(bytes_at_least(source, target, itemsize)) + rounds * cost.floor(1e-9)
     nested = any(len({c for _, c in layout.values}) > 1 for layout in (source, target))
     if num_devices > MOST_DEVICES or nested or most <= least + 2 * cost.local_step:
         return None

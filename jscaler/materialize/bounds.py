@@ -74,6 +74,17 @@ def bytes_at_least(source: Layout, target: Layout, itemsize: int) -> float:
     return max(float(missing), math.prod(source.shape) * sends) * itemsize / devices
 
 
+def pieces_at_least(source: Layout, target: Layout) -> int:
+    """In how many pieces a device gets what it wants from those who hold it: all shares of each block that its own
+    overlaps."""
+    if source.subdims != target.subdims:
+        return 1
+    parts = [[layout.mesh.size(axes) for axes in layout.cuts] for layout in (source, target)]
+    blocks = math.prod(max(1, have // want) for have, want in zip(*parts, strict=True))
+    shares, left = (math.prod(n for n, _ in layout.shares) for layout in (source, target))
+    return blocks * max(1, shares // left)
+
+
 def _wanted_and_held(source: Layout, target: Layout) -> tuple[np.ndarray, np.ndarray]:
     """For each position of ``target`` the elements of its block, and how many of them its device holds in ``source``."""
     wanted = _blocks(target)

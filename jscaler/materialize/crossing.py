@@ -28,6 +28,7 @@ from jscaler.clusters import BYTES, CostModel
 from jscaler.clusters.cost_model import Bytes
 from jscaler.errors import PlanError
 from jscaler.materialize.adapter import Adapter, find_adapter
+from jscaler.materialize.bounds import pieces_at_least
 from jscaler.materialize.canonical import canonical, in_primes
 from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
@@ -38,6 +39,7 @@ from jscaler.materialize.transitions import regions_between, union_of
 SLOW = 10.0  # where no cluster says how slow: a byte between groups counts for this many inside of one
 MOST_ALIKE = 8  # ends that the other group takes on, too
 MOST_TRIED = 4096  # devices of both groups, times the pairs of ends whose hop is planned
+MOST_MESSAGES = 8192  # of a hop, where there are others with fewer: more are gathered and joined within a group
 MOST_PAIRS = 4096  # of ends that are looked at
 MOST_ENDS = 256  # ways for the axes of one layout to cut its dims
 
@@ -150,7 +152,10 @@ def cheapest_crossings(
     best: list[Crossing] = []
     hops = [_hop_about(source, adapter.source, itemsize, cost) for adapter in arriving]
     left = max(1, MOST_TRIED // (len(source.mesh.devices) + len(target.mesh.devices)))
-    for leave, arrive in itertools.islice(_cheapest_pairs(leaving, arriving, hops), MOST_PAIRS):
+    pairs = [*itertools.islice(_cheapest_pairs(leaving, arriving, hops), MOST_PAIRS)]
+    receivers = len(target.mesh.devices)
+    few = [ends for ends in pairs if receivers * pieces_at_least(ends[0].target, ends[1].source) <= MOST_MESSAGES]
+    for leave, arrive in few or pairs:
         ends = leave.cost + arrive.cost
         if not _go_together(leave.target, arrive.source):
             continue

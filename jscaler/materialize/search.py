@@ -80,8 +80,9 @@ Banned = frozenset[tuple[Layout, Transition]]
 def _best(source: Layout, target: Layout | OpenLayout, itemsize: int, cost: CostModel, banned: Banned) -> Path | None:
     assert source.subdims == target.subdims
     if isinstance(target, OpenLayout):
-        goal = _Goal(target.cuts, target.values, None)
-        return _Search(in_primes(source), None, goal, itemsize, cost, banned).run()
+        goal, fine = _Goal(target.cuts, target.values, None), in_primes(source)
+        first = fine if len(fine.mesh.axes) <= MOST_PRIME_AXES else source
+        return _Search(first, None, goal, itemsize, cost, banned).run()
     both = on_common_mesh(source, target)
     if both is not None:
         return _Search(*both, _Goal.of(both[1]), itemsize, cost, banned).run()
