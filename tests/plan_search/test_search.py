@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jscaler
+from bench.small_step import arguments, train_step
 from jscaler import spaces as s
 from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError, PlanError, PlanWarning
@@ -18,36 +18,12 @@ from jscaler.plan_search.engine import Progress, search_graph
 from jscaler.plan_search.found import Found
 
 CLUSTER = find_cluster("4xV100-32GB")
-LAYERS, WIDE = 6, 64
-OPTIMIZER = optax.adam(1e-3)
 INNER = [s.Space("megatron", tp=s.within_host(), dp=s.rest_of_devices("tp"), zero=s.in_order(1, 3))]
 SMALL = [s.in_microbatches(*INNER, s.Space("recompute_layers", plan=INNER))]
 STAGED = s.Space(
     "pipeline", stages=2, microbatches=s.parts_of_batch(least=2, most=8),
     schedule=s.in_order("1f1b", "zb_h1", saves=False), plan=s.in_each_stage(s.Space("zero1")),
 )  # fmt: skip
-
-
-def train_step(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
-    def loss(params: Any) -> jax.Array:
-        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
-            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
-
-        return ((jax.lax.scan(layer, batch["x"], params)[0] - batch["y"]) ** 2).mean()
-
-    value, gradients = value_and_grad(loss)(state["params"])
-    updates, moments = OPTIMIZER.update(gradients, state["moments"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, value
-
-
-def arguments(rows: int = 16, dtype: Any = jnp.float32) -> Any:
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {
-        "up": jax.random.normal(keys[0], (LAYERS, WIDE, 4 * WIDE), dtype) / 8,
-        "down": jax.random.normal(keys[1], (LAYERS, 4 * WIDE, WIDE), dtype) / 16,
-    }
-    x, y = (jax.random.normal(key, (rows, WIDE), dtype) for key in keys[2:])
-    return {"params": params, "moments": OPTIMIZER.init(params)}, {"x": x, "y": y}
 
 
 @pytest.fixture(scope="module")

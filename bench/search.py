@@ -1,0 +1,199 @@
+"""Planning by search: how long it takes, how good what it finds is, and whether bounds hold.
+
+Rows of one table, by ``case``:
+
+``paper``
+    The models of nnScaler's evaluation on 4 to 32 V100 (batch 512; AlphaFold's 128). ``reference`` are the seconds of the
+    best plan that ``docs/benchmarks/paper.jsonl`` has, by today's ``jscaler.cost``; ``value`` is cost / reference.
+``layers``
+    GPT 1.3B with 8 to 1,024 layers on 8 V100, stacked and as a Python loop; ``value`` is seconds by those of 8 layers.
+``devices``
+    GPT 15B on 1,024 V100; ``value`` is seconds.
+``brute``
+    Random spaces over a small model, with stages, ways to save memory and schedules, on 2 to 4 devices: all plans by
+    ``jscaler.cost``. ``value`` counts spaces whose best plan is more than `MARGIN` faster than the one that was found, or
+    below the bound.
+
+``gap`` is cost / bound - 1; ``seconds`` are those of the search.
+"""
+
+import functools
+import json
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jscaler
+from bench.harness import Row, main
+from bench.paper_models import BATCH, CLUSTERS, GPUS, SIZES, Model
+from bench.small_step import arguments, train_step
+from jscaler import spaces as s
+from jscaler.clusters import find_cluster
+from jscaler.errors import JscalerError
+from jscaler.estimate.fitting import batch_size
+from jscaler.plan_search.engine import search_graph
+from jscaler.plan_search.found import Found
+
+COLUMNS = (
+    "case", "model", "devices", "space", "seconds", "plan", "cost", "reference", "value", "bound_s", "gap", "peak", "fits",
+)  # fmt: skip
+RECORDED = Path(__file__).parent.parent / "docs/benchmarks/paper.jsonl"
+SPACES = {
+    "gpt": ("zero", "megatron"),
+    "mbart": ("zero", "megatron", "interlaced"),
+    "swin": ("zero", "megatron", "co_shard"),
+    "evoformer": ("zero", "dap", "three_f_one_b"),
+}
+BETTER = {("gpt", 4): 0.98, ("gpt", 8): 0.95, ("gpt", 16): 0.96, ("gpt", 32): 0.96}  # of the recorded plan's seconds
+SECONDS, MARGIN = 60.0, 0.005
+SCHEDULES = (["1f1b"], ["1f1b", "zb_h1"], ["gpipe", "1f1b"], ["1f1b", "interleaved"])
+LAYERS = (8, 32, 128, 1024)
+FLAT = 1.5  # times the seconds of the fewest layers
+BRUTE = 200
+
+
+def found_row(case: str, model: str, spaces: tuple[str, ...], found: Found) -> Row:
+    """What all rows of a search have."""
+    chosen = found.chosen
+    return {
+        "case": case, "model": model, "devices": found.cluster.num_devices, "space": " ".join(spaces),
+        "seconds": found.searched, "plan": "" if chosen is None else chosen.text,
+        "cost": None if chosen is None else float(chosen.seconds), "bound_s": float(found.bound), "gap": float(found.gap),
+        "peak": None if chosen is None else round(chosen.peak), "fits": chosen is not None,
+    }  # fmt: skip
+
+
+def paper(seconds: float, quick: bool, only: str) -> Iterator[Row]:
+    for name, spaces in SPACES.items():
+        for number, gpus in enumerate(GPUS):
+            if only not in name or (quick and (name, gpus) != ("gpt", 4)):
+                continue
+            model, cluster = Model(name, SIZES[name][number], BATCH.get(name, 512)), find_cluster(CLUSTERS[gpus])
+            best = recorded(model, gpus)
+            found = search_graph(model.graph, cluster, s.as_spaces(list(spaces)), seconds=seconds)
+            row = found_row("paper", model.shown, spaces, found)
+            if best is None or found.chosen is None:
+                yield row
+                continue
+            reference = jscaler.cost(model.graph, best, cluster).seconds.total
+            assert reference is not None
+            value = found.chosen.seconds / reference
+            yield {**row, "reference": float(reference), "value": float(value), "bound": BETTER.get((name, gpus), 1.0)}
+
+
+@functools.cache
+def rows_of_the_paper() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RECORDED.read_text(encoding="utf-8").splitlines()]
+
+
+def recorded(model: Model, gpus: int) -> str | None:
+    """The text of the fastest plan that is recorded and fits."""
+    own = [r for r in rows_of_the_paper() if r["model"] == model.shown and r["gpus"] == gpus and r["fits"]]
+    own = [
+        r for r in own if ": " in r["plan"] and "offload" not in r["plan"]
+    ]  # that is a stand-in for ZeRO-3 in host memory
+    return min(own, key=lambda r: r["step_seconds"])["plan"].partition(": ")[2] if own else None
+
+
+def layers(seconds: float, quick: bool) -> Iterator[Row]:
+    for stacked in (True, False):
+        first = None
+        for count in LAYERS[: 2 if quick else None]:
+            model = Model("gpt", "1.3b", 64, (("layers", count), ("stacked", stacked)))
+            graph = model.graph
+            found = search_graph(graph, find_cluster("8xV100-32GB"), s.as_spaces("megatron"), seconds=4 * seconds)
+            first = first or found.searched
+            row = found_row("layers", model.shown, ("megatron",), found)
+            yield {**row, "value": found.searched / first, "bound": FLAT}
+
+
+def devices(seconds: float) -> Iterator[Row]:
+    model = Model("gpt", "15b", 2048)
+    found = search_graph(model.graph, find_cluster("128x8xV100-32GB"), s.as_spaces("megatron"), seconds=seconds)
+    yield {**found_row("devices", model.shown, ("megatron",), found), "value": found.searched, "bound": seconds}
+
+
+def brute(count: int) -> Iterator[Row]:
+    wrong, worst, gaps, started = 0, 1.0, [], time.perf_counter()
+    for seed in range(count):
+        best, found = brute_force(seed)
+        if best is None:
+            wrong += found.chosen is not None
+            continue
+        if found.chosen is None or found.chosen.seconds > best * (1 + MARGIN) or found.bound > best:
+            wrong += 1
+            print(f"seed {seed}: best {best:.6g}, found {found.chosen and found.chosen.seconds}, bound {found.bound:.6g}")
+            continue
+        worst = max(worst, found.chosen.seconds / best)
+        gaps.append(found.gap)
+    yield {
+        "case": "brute", "model": "6 layers of 64", "devices": "2 to 4", "space": f"{count} random", "plan": "",
+        "seconds": time.perf_counter() - started, "gap": max(gaps, default=0.0), "cost": worst, "value": wrong, "bound": 0,
+    }  # fmt: skip
+
+
+def brute_force(seed: int) -> tuple[float | None, Found]:
+    """The seconds of the best plan of a random space, and what the search finds."""
+    rng = random.Random(seed)
+    devices = rng.choice([2, 4])
+    cluster = find_cluster(f"{devices}x{rng.choice(['V100-32GB', 'A100-80GB'])}")
+    graph = small_graph(rng.choice([8, 16]))
+    spaces = random_spaces(rng)
+    at = s.Setting(devices, devices, batch_size(graph))
+    known: dict[str, tuple[float, float]] = {}
+    for point in (point for space in spaces for point in space.points(at)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                cost = jscaler.cost(graph, point.make(), cluster)
+            except JscalerError:
+                continue
+        assert cost.seconds.total is not None
+        known[point.text] = cost.seconds.total, cost.memory.peak
+    peaks = sorted(peak for _, peak in known.values())
+    memory = peaks[rng.randrange(len(peaks))] if peaks else None
+    fitting = [seconds for seconds, peak in known.values() if memory is None or peak <= memory]
+    found = search_graph(graph, cluster, [[space] for space in spaces], seconds=1000.0, memory=memory)
+    return min(fitting, default=None), found
+
+
+def random_spaces(rng: random.Random) -> list[s.Space]:
+    """One to three spaces, each with some of the ways to spread a step and to save memory."""
+    inner = s.Space(
+        "megatron", tp=s.divisors_of_devices(), dp=s.rest_of_devices("tp"),
+        zero=s.in_order(*rng.choice([(0,), (1,), (1, 3), (1, 2, 3)])),
+    )  # fmt: skip
+    saving = rng.sample([inner, s.Space("recompute_layers", plan=inner), s.Space("zero1")], rng.randint(1, 3))
+    staged = s.Space(
+        "pipeline", stages=2, microbatches=s.parts_of_batch(least=2, most=rng.choice([4, 8])),
+        schedule=s.in_order(*rng.choice(SCHEDULES), saves=False),
+        plan=s.in_each_stage(*rng.sample([s.Space("zero1"), s.Space("data_parallel"), s.Space("recompute_layers")], 2)),
+    )  # fmt: skip
+    return rng.sample([s.in_microbatches(*saving), *saving, staged], rng.randint(1, 3))
+
+
+@functools.cache
+def small_graph(rows: int) -> Any:
+    return jscaler.parallelize("single", devices=1)(train_step).graph(*arguments(rows))
+
+
+def rows(quick: bool, only: str, seconds: float) -> Iterator[Row]:
+    if not only or only in "brute":
+        yield from brute(8 if quick else BRUTE)
+    yield from paper(seconds, quick, only if only in SPACES else "" if not only or only == "paper" else "nothing")
+    if not only or only == "layers":
+        yield from layers(seconds, quick)
+    if not quick and (not only or only == "devices"):
+        yield from devices(seconds)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "only": {"default": "", "help": "one case, or one model of the paper's"},
+    "seconds": {"type": float, "default": SECONDS, "help": "of each search"},
+}
+
+if __name__ == "__main__":
+    main("search", __doc__ or "", COLUMNS, rows, options=OPTIONS)
