@@ -5,6 +5,7 @@ computes or sends less than those in front of it. What the busiest devices have 
 and a point that does not fit rules out all that hold more.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -159,15 +160,27 @@ class Search:
         return [one for one in self.looked if one.is_known and one.cost is None and not self.is_too_large(one)]
 
     @property
+    def order(self) -> float:
+        """1 where all that was looked at kept the order; else the part of another's seconds that one behind it takes."""
+        kept = 1.0
+        for family in self.families:
+            known = [one for one in family.looked if one.is_known]
+            for first, second in itertools.permutations(known, 2):
+                if second.point.is_behind(first.point):
+                    kept = min(kept, second.busiest / first.busiest)
+        return kept
+
+    @property
     def bound(self) -> float:
         """Seconds that no plan of the spaces that fits is below, by tables."""
         floor = self.candidates.floor
         least = math.inf if self.best is None else self.best.seconds
         for one in self._open_candidates():
             least = min(least, one.seconds * (1 - ABOVE))
+        below = (1 - ABOVE) * self.order
         for family in self.families:
             for point in family.open:
-                least = min(least, family.bound(point, floor) * (1 - ABOVE))
+                least = min(least, family.bound(point, floor) * below)
         return max(least, floor * (1 - ABOVE)) if least < math.inf else floor
 
     def too_large(self, one: Candidate, peak: int) -> None:
