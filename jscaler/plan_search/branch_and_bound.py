@@ -14,7 +14,7 @@ from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.spaces import Point
 
 SURELY = 1.6  # of a device's memory: what fits has no higher price by tables (bench.prices: at most 1.45 times its peak)
-ABOVE = 0.02  # tables may price a plan higher than jscaler.cost does by this part (bench.search)
+ABOVE = 0.03  # tables may price a plan higher than jscaler.cost does by this part (bench.search)
 CLOSE = 0.002  # a plan that is faster by less is not looked for
 
 
@@ -32,7 +32,8 @@ class Family:
 
     def bound(self, point: Point, floor: float) -> float:
         """Seconds that ``point`` is not below, by those that it stands behind."""
-        busy = (one.busiest for one in self.looked if one.is_known and point.is_behind(one.point))
+        known = [one for one in self.looked if one.is_known and one.least is None]  # others chose what fits
+        busy = (one.busiest for one in known if point.is_behind(one.point))
         return max(busy, default=floor)
 
 
@@ -75,7 +76,7 @@ class Search:
         begun: list[Family] = []
         for families in self._of_spaces:
             for family in families:
-                if not family.looked:
+                if not family.looked and family.open[0].opening is None:  # to fill holes takes longer: best first
                     yield self._look(family, family.open[0])
             begun += families
             while (chosen := self._next(begun)) is not None:
@@ -84,13 +85,21 @@ class Search:
 
     def _next(self, families: Sequence[Family]) -> tuple[Family, Point] | None:
         """The point to look at: of the family with the lowest bound the one in the middle."""
-        least, found = math.inf, None
+        least, found = (math.inf, 0.0), None
         for family in families:
             worth = self._worth(family)
             bound = min((bound for bound, _ in worth), default=math.inf)
-            if bound < least:
-                least, found = bound, (family, worth[len(worth) // 2][1])
+            chosen = min((point for _, point in worth), key=self._far, default=None)
+            if chosen is not None and (bound, self._far(chosen)) < least:
+                middle = worth[len(worth) // 2][1] if chosen.opening is None else chosen
+                least, found = (bound, self._far(chosen)), (family, middle)
         return found
+
+    def _far(self, point: Point) -> float:
+        """How far a point with holes is from the best in its number of micro-batches."""
+        if point.opening is None or self.best is None:
+            return 0.0
+        return abs(math.log(point.opening.microbatches / self.best.point.numbers.get("microbatches", 1)))
 
     def _worth(self, family: Family) -> list[tuple[float, Point]]:
         """The open points of a family that may be faster than the best and may fit, with their bounds."""
@@ -118,14 +127,14 @@ class Search:
     def is_too_large(self, one: Candidate) -> bool:
         """Whether it surely does not fit."""
         if self.memory is None or not one.is_known:
-            return False
+            return one.none_fits
         if one.cost is not None or one.compiled_peak is not None:
             return one.peak > self.memory
         return one.peak > SURELY * self.memory
 
     def _look(self, family: Family, point: Point) -> Candidate:
         family.open.remove(point)
-        one = self.candidates.priced(point)
+        one = self.candidates.priced(point, self.memory)
         family.looked.append(one)
         if one.is_known and not self.is_too_large(one) and one.seconds < self._most:
             self._confirm(family, one)
@@ -164,7 +173,7 @@ class Search:
         """1 where all that was looked at kept the order; else the part of another's seconds that one behind it takes."""
         kept = 1.0
         for family in self.families:
-            known = [one for one in family.looked if one.is_known]
+            known = [one for one in family.looked if one.is_known and one.least is None]
             for first, second in itertools.permutations(known, 2):
                 if second.point.is_behind(first.point):
                     kept = min(kept, second.busiest / first.busiest)
@@ -177,6 +186,8 @@ class Search:
         least = math.inf if self.best is None else self.best.seconds
         for one in self._open_candidates():
             least = min(least, one.seconds * (1 - ABOVE))
+        filled = [one.least for one in self.looked if one.least is not None and one.is_known]
+        least = min([least, *(seconds * (1 - ABOVE) for seconds in filled)])
         below = (1 - ABOVE) * self.order
         for family in self.families:
             for point in family.open:

@@ -1,5 +1,6 @@
 """The points of spaces as candidates: planned, priced by tables, and confirmed by ``jscaler.cost``, each once."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,9 +12,15 @@ from jscaler.estimate.cost import Cost
 from jscaler.estimate.prices import NoPriceError, Price, Prices
 from jscaler.estimate.query import cost
 from jscaler.ir import Graph
+from jscaler.plan_search.program import NothingFitsError, fill
 from jscaler.primitives import Plan
 from jscaler.spaces import Point
+from jscaler.spaces.space import Opening
 from jscaler.stages import transform
+
+FILLINGS = 3  # of holes, each within less memory
+LESS = 0.995  # of what a plan that does not fit was to hold
+SOLVER_SECONDS = 20.0
 
 
 @dataclass(eq=False)
@@ -26,6 +33,8 @@ class Candidate:
         cost: by ``jscaler.cost``, where it was asked.
         compiled_peak: bytes that XLA allocates on a device, where it was asked.
         why: why it is not legal; or what planning it warned of.
+        least: seconds by tables that no plan of its point is below, where that has holes.
+        none_fits: whether holes can be filled in no way that fits.
     """
 
     point: Point
@@ -34,6 +43,8 @@ class Candidate:
     cost: Cost | None = None
     compiled_peak: int | None = None
     why: str = ""
+    least: float | None = None
+    none_fits: bool = False
 
     @property
     def text(self) -> str:
@@ -81,19 +92,26 @@ class Candidates:
     def __init__(self, graph: Graph, cluster: Cluster, donated: bool = True):
         self.graph, self.cluster, self.donated = graph, cluster, donated
         self.prices = Prices(graph, cluster)
-        self._known: dict[str, Candidate] = {}
+        self._known: dict[tuple[str, float | None], Candidate] = {}
 
     @cached_property
     def floor(self) -> float:
         """Seconds that no plan is below: the products of the step, shared by all devices without loss."""
         return self.prices.products / self.cluster.num_devices
 
-    def priced(self, point: Point) -> Candidate:
-        """``point``, planned and priced; by ``jscaler.cost`` where tables have no price."""
-        found = self._known.get(point.text)
+    def priced(self, point: Point, memory: float | None) -> Candidate:
+        """``point``, planned and priced; by ``jscaler.cost`` where tables have no price.
+
+        Args:
+            memory: bytes within which holes are filled.
+        """
+        key = point.text, memory if point.opening is not None else None
+        found = self._known.get(key)
         if found is None:
-            found = self._known[point.text] = Candidate(point)
-            self._heeded(found, self._price)
+            found = self._known[key] = Candidate(point)
+            opening = point.opening
+            work = self._price if opening is None else functools.partial(self._fill, opening, memory)
+            self._heeded(found, work)
         return found
 
     def confirmed(self, candidate: Candidate) -> Candidate:
@@ -111,6 +129,19 @@ class Candidates:
         except NoPriceError:
             self._cost(candidate)
 
+    def _fill(self, opening: Opening, memory: float | None, candidate: Candidate) -> None:
+        """Fill holes; again within less memory, where ``jscaler.cost`` finds that the plan holds more than tables say."""
+        wanted = memory
+        for _ in range(FILLINGS):
+            found = fill(self.prices, opening.policy, opening.mesh, opening.microbatches, wanted, SOLVER_SECONDS)
+            candidate.least = found.bound if candidate.least is None else candidate.least
+            plan = transform(self.prices.captured, found.policy, self.cluster.num_devices, cost=self.cluster)
+            candidate.plan, candidate.price = replace(plan, name=candidate.text), found.price
+            self._cost(candidate)
+            if memory is None or wanted is None or candidate.peak <= memory:
+                return
+            wanted *= LESS * memory / candidate.peak
+
     def _cost(self, candidate: Candidate) -> None:
         candidate.cost = cost(self.graph, candidate.plan, self.cluster, donated=self.donated)
 
@@ -123,6 +154,7 @@ class Candidates:
             except JscalerError as error:
                 candidate.plan = candidate.price = candidate.cost = None
                 candidate.why = f"{type(error).__name__}: {error}"
+                candidate.none_fits = isinstance(error, NothingFitsError)
                 return
         said = [str(one.message) for one in caught if issubclass(one.category, PlanWarning)]
         candidate.why = "; ".join(dict.fromkeys([candidate.why, *said] if candidate.why else said))

@@ -14,7 +14,8 @@ from jscaler.ir import Graph
 from jscaler.plan_search.branch_and_bound import Search
 from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.plan_search.found import Found, Reason
-from jscaler.spaces import Point, Setting, Space
+from jscaler.spaces import Point, Setting
+from jscaler.spaces.built_in import AnySpace
 
 SMALLEST = 3  # plans whose cost is asked where nothing fits
 FOR_REASONS = 0.2  # of the seconds: for what other choices would cost
@@ -46,7 +47,7 @@ Compile = Callable[[Candidate], int | None]  # bytes that XLA needs, where it ca
 def search_graph(
     graph: Graph,
     cluster: Cluster,
-    spaces: Sequence[Sequence[Space]],
+    spaces: Sequence[Sequence[AnySpace]],
     *,
     seconds: float = 60.0,
     memory: float | None = None,
@@ -72,7 +73,7 @@ class _Run:
     """One search from its points to its answer."""
 
     def __init__(
-        self, graph: Graph, cluster: Cluster, spaces: Sequence[Sequence[Space]], seconds: float, memory: float | None,
+        self, graph: Graph, cluster: Cluster, spaces: Sequence[Sequence[AnySpace]], seconds: float, memory: float | None,
         donated: bool, told: Told, compiled_peak: Compile | None,
     ):  # fmt: skip
         if cluster.device is None:
@@ -92,7 +93,7 @@ class _Run:
             )
         self.note, self.stopped = "", False
 
-    def _points(self, spaces: Sequence[Space]) -> list[Point]:
+    def _points(self, spaces: Sequence[AnySpace]) -> list[Point]:
         return [point for space in spaces for point in space.points(self.at)]
 
     def _left(self) -> float:

@@ -1,47 +1,38 @@
 """Search spaces: policies with holes, which `jscaler.search` fills. Built-in ones are functions that make a `Space`."""
 
+from jscaler.spaces.allowed import Allowed
+from jscaler.spaces.alpa import alpa
 from jscaler.spaces.built_in import SPACES, as_spaces
 from jscaler.spaces.co_shard import co_shard
 from jscaler.spaces.dap import dap
 from jscaler.spaces.expert_parallel import expert_parallel
+from jscaler.spaces.free import free
+from jscaler.spaces.holes import any_split, maybe
 from jscaler.spaces.interlaced import interlaced
 from jscaler.spaces.megatron import megatron
 from jscaler.spaces.numbers import (
     Domain,
+    OneOf,
     Setting,
     divisors_of_devices,
     in_order,
+    meshes,
     one_of,
     parts_of_batch,
     rest_of_devices,
     within_host,
 )
+from jscaler.spaces.open_space import OpenSpace
+from jscaler.spaces.per_op import per_op
 from jscaler.spaces.saving import in_microbatches, saving_memory
 from jscaler.spaces.space import Point, Space, in_each_stage
+from jscaler.spaces.space_planner import SpacePlanner, space_of
 from jscaler.spaces.three_f_one_b import three_f_one_b
 from jscaler.spaces.zero import zero
 
 __all__ = [
-    "SPACES",
-    "Domain",
-    "Point",
-    "Setting",
-    "Space",
-    "as_spaces",
-    "co_shard",
-    "dap",
-    "divisors_of_devices",
-    "expert_parallel",
-    "in_each_stage",
-    "in_microbatches",
-    "in_order",
-    "interlaced",
-    "megatron",
-    "one_of",
-    "parts_of_batch",
-    "rest_of_devices",
-    "saving_memory",
-    "three_f_one_b",
-    "within_host",
-    "zero",
-]
+    "SPACES", "Allowed", "Domain", "OneOf", "OpenSpace", "Point", "Setting", "Space", "SpacePlanner", "alpa", "any_split",
+    "as_spaces", "co_shard", "dap", "divisors_of_devices", "expert_parallel", "free", "in_each_stage", "in_microbatches",
+    "in_order", "interlaced", "maybe", "megatron", "meshes", "one_of", "parts_of_batch", "per_op", "rest_of_devices",
+    "saving_memory", "space_of", "three_f_one_b", "within_host", "zero",
+]  # fmt: skip

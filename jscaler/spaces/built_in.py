@@ -4,25 +4,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError, shown
+from jscaler.spaces.alpa import alpa
 from jscaler.spaces.co_shard import co_shard
 from jscaler.spaces.dap import dap
 from jscaler.spaces.expert_parallel import expert_parallel
+from jscaler.spaces.free import free
 from jscaler.spaces.interlaced import interlaced
 from jscaler.spaces.megatron import megatron
+from jscaler.spaces.open_space import OpenSpace
+from jscaler.spaces.per_op import per_op
 from jscaler.spaces.space import Space
 from jscaler.spaces.three_f_one_b import three_f_one_b
 from jscaler.spaces.zero import zero
 
-SPACES: dict[str, Callable[[], list[Space]]] = {
-    made.__name__: made for made in (zero, megatron, expert_parallel, dap, co_shard, interlaced, three_f_one_b)
-}
+AnySpace = Space | OpenSpace
+CLOSED = (zero, megatron, expert_parallel, dap, co_shard, interlaced, three_f_one_b)
+SPACES: dict[str, Callable[[], Sequence[AnySpace]]] = {made.__name__: made for made in CLOSED}
+SPACES |= {policy.__name__: lambda policy=policy: [OpenSpace(policy)] for policy in (per_op, alpa, free)}
 
 
-def as_spaces(given: Any) -> list[list[Space]]:
-    """Spaces in the order in which they are searched: all that are built in where ``given`` is None.
+def as_spaces(given: Any) -> list[Sequence[AnySpace]]:
+    """Spaces in the order in which they are searched; where ``given`` is None those of published plans, and ``per_op``.
 
     Args:
-        given: a `Space`; the name of a built-in one; or several of them.
+        given: a `Space` or `OpenSpace`; the name of a built-in one; or several of them.
 
     Raises:
         UnknownNameError: no built-in space has that name.
@@ -33,17 +38,17 @@ def as_spaces(given: Any) -> list[list[Space]]:
         ['accumulate(microbatches=parts_of_batch(), plan=[expert_parallel(), ...])']
     """
     if given is None:
-        return [made() for made in SPACES.values()]
+        return [*(made() for made in CLOSED), SPACES["per_op"]()]
     several: Sequence[Any] = [*given] if isinstance(given, list | tuple) else [given]
-    found: list[list[Space]] = []
+    found: list[Sequence[AnySpace]] = []
     for one in several:
-        if isinstance(one, Space):
+        if isinstance(one, Space | OpenSpace):
             found.append([one])
         elif isinstance(one, str):
             if one not in SPACES:
                 raise UnknownNameError("space", one, [*SPACES], "; a space of your own is a jscaler.spaces.Space")
             found.append(SPACES[one]())
-        elif one in SPACES.values():
+        elif one in CLOSED:
             found.append(one())
         else:
             raise PlanError(f"a space is a jscaler.spaces.Space, or the name of a built-in one, not {shown(one)}")

@@ -1,6 +1,6 @@
 """Domains of a policy's arguments: which values a search may give to a number."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,16 +66,46 @@ class Domain:
         return self.text
 
 
-def one_of(*values: Any) -> Domain:
-    """These values, in no order.
+@dataclass(frozen=True)
+class OneOf(Domain):
+    """One of several; see `one_of`."""
+
+    options: tuple[Any, ...] = ()
+
+
+def one_of(*options: Any) -> OneOf:
+    """One of these, in no order: a domain; or a hole, of what a primitive takes in its place.
+
+    Raises:
+        PlanError: there is none.
 
     Example:
         >>> [value.value for value in one_of(1, 4).values(Setting(8, 8, 32))]
         [1, 4]
+        >>> print(one_of(None, "zero1"))
+        one_of(None, 'zero1')
     """
-    if not values:
-        raise PlanError("one_of: no values are given; a domain has one at least")
-    return Domain(f"one_of({', '.join(map(repr, values))})", lambda at: [[value] for value in values])
+    if not options:
+        raise PlanError("one_of takes the options, one or more; none was given")
+    text = f"one_of({', '.join(map(repr, options))})"
+    return OneOf(text, lambda at: [[value] for value in options], options=options)
+
+
+def meshes(axes: int = 2) -> Domain:
+    """Shapes of a mesh of all devices with at most so many axes, in no order; what shares a layer is within a host.
+
+    Example:
+        >>> [value.value for value in meshes().values(Setting(8, 4, 32))]
+        [(8,), (4, 2), (2, 4)]
+    """
+    check_count("meshes: axes", axes)
+
+    def shapes(devices: int, left: int, per_host: int) -> Iterator[tuple[int, ...]]:
+        yield (devices,)
+        for last in (n for n in divisors(devices) if 1 < n < devices and n <= per_host and left > 1):
+            yield from ((*first, last) for first in shapes(devices // last, left - 1, per_host))
+
+    return Domain(f"meshes({axes})", lambda at: [[shape] for shape in shapes(at.devices, axes, at.per_host)])
 
 
 def in_order(*values: Any, saves: bool = True) -> Domain:

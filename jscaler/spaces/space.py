@@ -14,6 +14,15 @@ Policy = Callable[..., Any]
 
 
 @dataclass(frozen=True)
+class Opening:
+    """What of a point is open: a policy with holes, on a mesh, in micro-batches."""
+
+    policy: Policy
+    mesh: tuple[int, ...]
+    microbatches: int
+
+
+@dataclass(frozen=True)
 class Point:
     """A policy with values for all its arguments.
 
@@ -24,6 +33,7 @@ class Point:
         family: what has no order: points of one family differ in ``ranks`` alone.
         ranks: the place of each value in its chain.
         saves: of each, whether a higher rank holds less memory.
+        opening: of a policy with holes, what is to be filled; else None.
     """
 
     text: str
@@ -32,6 +42,7 @@ class Point:
     family: tuple[Any, ...]
     ranks: tuple[int, ...]
     saves: tuple[bool, ...] = field(compare=False)
+    opening: Opening | None = field(default=None, compare=False)
 
     def is_behind(self, other: "Point") -> bool:
         """Whether it computes and sends at least as much as ``other``, of one family."""

@@ -11,7 +11,8 @@ from jscaler.cli import app
 from jscaler.commands.fit_command import NOTHING
 from jscaler.commands.search_command import STOPPED
 
-MODEL = ["search", "--model", "gpt-nano", "--batch", "4", "--dtype", "f32", "--stacked", "--target", "4xH100-80GB", "--no-confirm"]
+SMALL = ["--model", "gpt-nano", "--batch", "4", "--dtype", "f32", "--stacked"]
+MODEL = ["search", *SMALL, "--target", "4xH100-80GB", "--no-confirm"]
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -33,7 +34,7 @@ def test_a_plan_is_found_saved_drawn_and_runs(tmp_path: Path) -> None:
     assert found["plan"] == jscaler.Plan.load(files[0]).name
     assert found["candidates"][0]["plan"] == found["plan"]
     assert found["candidates"][0]["seconds"] >= found["bound"]
-    shown = CliRunner().invoke(app, [*"plan --model gpt-nano --batch 4 --dtype f32 --stacked --plan".split(), str(files[0])])
+    shown = CliRunner().invoke(app, ["plan", *SMALL, "--plan", str(files[0])])
     assert shown.exit_code == 0, shown.output
 
 

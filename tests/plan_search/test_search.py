@@ -89,6 +89,20 @@ def test_a_limit_that_binds_is_named(graph: Any) -> None:
     assert {one.what: one.seconds for one in found.why} == {"tp=divisors_of_devices(most=1)": pytest.approx(-gain)}
 
 
+def test_holes_are_filled_and_what_is_found_is_as_good_as_plans_of_experts(graph: Any) -> None:
+    space = s.OpenSpace(s.per_op, microbatches=[1])
+    found = search_graph(graph, CLUSTER, [[space]])
+    expert = search_graph(graph, CLUSTER, [SMALL])
+    assert found.chosen is not None
+    assert expert.chosen is not None
+    assert found.complete
+    assert found.chosen.seconds <= expert.chosen.seconds * 1.01
+    assert found.bound <= found.chosen.seconds
+    assert {one.point.numbers["mesh"] for one in found.candidates} == {(4,), (2, 2)}
+    less = search_graph(graph, CLUSTER, [[space]], memory=0.9 * found.chosen.peak)
+    assert less.chosen is None or less.chosen.peak <= 0.9 * found.chosen.peak
+
+
 def test_equal_inputs_give_equal_plans(graph: Any) -> None:
     first, second = (searched(graph) for _ in range(2))
     assert first.plan is not None

@@ -23,7 +23,7 @@ def test_domains_know_devices_hosts_and_rows() -> None:
 
 
 def test_a_point_is_written_as_a_person_writes_it_and_read_again() -> None:
-    for space in (one for made in s.SPACES.values() for one in made()):
+    for space in (one for made in s.SPACES.values() for one in made() if isinstance(one, s.Space)):
         for point in space.points(EIGHT):
             try:
                 policy = plans.by_name(point.text)
@@ -83,6 +83,15 @@ def test_a_policy_of_ones_own_has_arguments_with_domains() -> None:
     assert seen == [("graph", "devices", 8, False)]
 
 
+def test_a_policy_with_holes_has_a_point_for_each_mesh() -> None:
+    space = s.OpenSpace(s.alpa, mesh=s.meshes(axes=3), microbatches=[1])
+    points = [*space.points(EIGHT)]
+    assert [point.opening.mesh for point in points if point.opening is not None] == [
+        (8,), (4, 2), (2, 2, 2), (2, 4),
+    ]  # fmt: skip
+    assert not [*space.unlimited()]
+
+
 def test_a_limit_can_be_taken_away() -> None:
     space = s.Space("co_shard", parts=s.in_order(2, 4), plan=s.Space("megatron", tp=s.divisors_of_devices(most=2)))
     ((text, wider),) = space.unlimited()
@@ -96,7 +105,7 @@ def test_a_limit_can_be_taken_away() -> None:
         (lambda: s.Space("megatorn"), UnknownNameError, "megatron"),
         (lambda: s.Space("megatron", pt=2), UnknownNameError, "argument named 'pt'"),
         (lambda: s.Space(3), PlanError, "not 3"),
-        (lambda: s.one_of(), PlanError, "no values"),
+        (lambda: s.one_of(), PlanError, "one or more"),
         (lambda: texts(s.Space("megatron", tp=[])), PlanError, "no values"),
         (lambda: texts(s.Space("megatron", dp=s.rest_of_devices("tp"))), PlanError, "give 'tp' in front of it"),
         (lambda: s.in_each_stage(), PlanError, "one or more"),

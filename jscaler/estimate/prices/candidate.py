@@ -64,7 +64,7 @@ class Candidate:
         groups: the device groups.
         stages: by stage its group; none where there are no stages.
         shares: path of a forward op -> the part of it that each stage runs.
-        each_time: whether gradients of sharded parameters are reduced for each micro-batch.
+        each_time: the sharded parameters whose gradients are reduced for each micro-batch.
     """
 
     plan: Plan
@@ -75,7 +75,7 @@ class Candidate:
     groups: tuple[Devices, ...]
     stages: tuple[int, ...]
     shares: Mapping[str, Mapping[int, float]]
-    each_time: bool = False
+    each_time: frozenset[str] = frozenset()
 
     @cached_property
     def microbatches(self) -> int:
@@ -119,16 +119,13 @@ class Candidate:
         number = {device: place for group in groups for place, device in enumerate(sorted(group))}
         reader = _Reader(plan, folded, number)
         usual = plan.accumulation.each_time
-        often = {usual if d.each_time is None else d.each_time for d in plan.decisions if isinstance(d, Shard)}
-        if len(often) > 1:
-            raise NoPriceError(f"'{plan.name}' reduces some gradients each time, and others once; ask jscaler.cost")
+        shards = [d for d in plan.decisions if isinstance(d, Shard)]
+        often = frozenset(folded.kind(d.leaf) for d in shards if (usual if d.each_time is None else d.each_time))
         cuts = {path: own for path, own in reader.cuts.items() if own}
         space = tuple(reader.space())
         structure = tuple(d for d in space if isinstance(d, Recompute | SaveResiduals | Fuse))
         ordered = tuple(stages[stage] for stage in sorted(stages))
-        found = Candidate(
-            plan, len(groups[0]), space, structure, cuts, groups, ordered, _shares(on, folded), often == {True}
-        )
+        found = Candidate(plan, len(groups[0]), space, structure, cuts, groups, ordered, _shares(on, folded), often)
         if ordered and found.microbatches < 2:
             raise NoPriceError(f"'{plan.name}' has {len(ordered)} stages and one micro-batch; ask jscaler.cost")
         return found
@@ -193,7 +190,8 @@ class _Reader:
                 again.update(ops)
             elif isinstance(decision, Shard):
                 leaf, devices = self.folded.of(decision.leaf), tuple(self.number[d] for d in decision.devices)
-                if self._first(("shard", leaf), (decision.dim, decision.parts, devices, decision.stored)):
+                said = decision.dim, decision.parts, devices, decision.stored, decision.each_time
+                if self._first(("shard", leaf), said):
                     yield replace(decision, leaf=leaf, devices=devices, each_time=None, elsewhere=())
             elif isinstance(decision, SaveResiduals):
                 op = self.folded.of(decision.op)

@@ -11,7 +11,7 @@ one in the place of each. A stack of layers, which is a loop, is as short as it 
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jscaler.ir import Body, Graph, Op, PTensor
@@ -34,21 +34,36 @@ class Folded:
         stands_for: path of an op, or name of an input, of a layer that is gone -> the one that stands for it.
         counts: path of an op, or name of an input -> how many it stands for, itself included; others stand for themselves.
         runs: the same -> the number of its run of layers.
+        alike: path of an op, or name of an input, of the first or the last layer -> its like in the one between them.
     """
 
     graph: Graph
     stands_for: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     runs: Mapping[str, int] = field(default_factory=dict)
+    alike: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> str:
         """What stands in this graph for an op or an input, by its name: those of a layer, or of a range of a stack."""
         base = without(name, "layers")
         return self.stands_for.get(base, base)
 
+    def kind(self, name: str) -> str:
+        """What stands for all layers of a run: an op or an input of the one between the first and the last."""
+        name = self.of(name)
+        return self.alike.get(name, name)
+
     def count(self, op: Op) -> int:
         """For how many an op stands, or its forward, or what it computes again."""
         return self.counts.get(self._counted(op), 1)
+
+    def reads(self, reader: Op, maker: Op | None) -> int:
+        """How often one reads what another makes: each layer what the one before makes, other ops what all layers make."""
+        before: Op | None = reader
+        while before is not None and before.path not in self.counts and before.path not in self.alike:
+            before = before.again or before.forward
+        here = self.count(reader)
+        return here if before is not None or maker is None else max(here, self.count(maker))
 
     def run(self, op: Op) -> int | None:
         """The number of the run of layers for which an op stands; None where it stands for itself."""
@@ -73,7 +88,8 @@ def folded(captured: Captured) -> Folded:
         made = layers.folded() if layers is not None else None
         if made is not None:
             runs = {**short.runs, **dict.fromkeys(made.counts, number)}
-            short = Folded(made.graph, {**short.stands_for, **made.stands_for}, {**short.counts, **made.counts}, runs)
+            stands_for, counts = {**short.stands_for, **made.stands_for}, {**short.counts, **made.counts}
+            short = Folded(made.graph, stands_for, counts, runs, {**short.alike, **made.alike})
     return short
 
 
@@ -213,7 +229,16 @@ class _Layers:
                     op, inputs=tuple(renamed.get(t, t) for t in op.inputs), cotangents=cotangents, forward=forward
                 )
             ops[op.path] = op
-        return Folded(self._graph(ops, leaves, gone), stands_for, self._counts(first, last))
+        alike = self._alike({op.path for op in ops.values()})
+        return Folded(self._graph(ops, leaves, gone), stands_for, self._counts(first, last), alike=alike)
+
+    def _alike(self, kept: Set[str]) -> dict[str, str]:
+        """What in the first and the last layer has its like in the second."""
+        places = {op.path: (number, self.key[op.path]) for number, own in self.ops.items() for op in own if op.path in kept}
+        places |= {leaf.name: (number, self.root[leaf.name]) for leaf, number in self.of_leaf.items()}
+        second = {place: name for name, (number, place) in places.items() if number == 1}
+        ends = {name: place for name, (number, place) in places.items() if number in (0, self.count - 1)}
+        return {name: second[place] for name, place in ends.items() if place in second}
 
     def _leaves(self) -> dict[PTensor, PTensor] | None:
         """Input of a layer that goes -> the input that the second layer reads in its place."""

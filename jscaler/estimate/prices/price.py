@@ -8,7 +8,7 @@ as small as its parts. What is fused across a cut, what merges behind a pass, an
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,13 +19,15 @@ from jscaler import plans
 from jscaler.clusters import Cluster
 from jscaler.collector import no_full_collections
 from jscaler.errors import DeviceError
-from jscaler.estimate.prices.candidate import Candidate, LayersDifferError, NoPriceError
+from jscaler.estimate.prices.candidate import Candidate, LayersDifferError, NoPriceError, TimeCut
 from jscaler.estimate.prices.folded import Folded, folded
 from jscaler.estimate.prices.in_time import InTime, iterations, source_of
 from jscaler.estimate.prices.one_device import OneDevice
 from jscaler.estimate.prices.skeleton import Moved, Skeleton
 from jscaler.estimate.prices.staged import Places, Staged, Taken
-from jscaler.ir import Graph
+from jscaler.ir import Graph, PTensor
+from jscaler.ir.kinds import origins
+from jscaler.ir.walk import closure
 from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Decision, Plan, Shard
 from jscaler.primitives.plan import Schedule
@@ -56,6 +58,9 @@ class Price:
 class Prices:
     """Prices of plans for ``graph`` on ``cluster``.
 
+    Attributes:
+        tables: what plans share that treat equal layers alike.
+
     Raises:
         DeviceError: the cluster does not say what its devices are.
     """
@@ -67,17 +72,17 @@ class Prices:
         if self.cluster.device is None:
             raise DeviceError(f"cluster '{self.cluster.name}' does not say what its devices are: seconds have no price")
         self.captured = Captured.of(self.graph)
-        self._folded = Tables(self.captured, folded(self.captured), self.cluster)
+        self.tables = Tables(self.captured, folded(self.captured), self.cluster)
 
     @cached_property
     def _unfolded(self) -> "Tables":
         """For plans that treat equal layers in several ways."""
-        return Tables(self.captured, Folded(self.graph), self.cluster) if self._folded.folded.counts else self._folded
+        return Tables(self.captured, Folded(self.graph), self.cluster) if self.tables.folded.counts else self.tables
 
     @cached_property
     def products(self) -> float:
         """Seconds that one device takes for the step's products alone, whatever is read and written beside them."""
-        program = self._folded.program()
+        program = self.tables.program()
         return math.fsum(own.count * program.products(own) for own in program.kernels.values())
 
     @no_full_collections()
@@ -91,7 +96,7 @@ class Prices:
         if isinstance(plan, str):
             plan = transform(self.captured, plans.by_name(plan), self.cluster.num_devices, cost=self.cluster)
         try:
-            candidate, tables = Candidate.of(plan, self._folded.folded), self._folded
+            candidate, tables = Candidate.of(plan, self.tables.folded), self.tables
         except LayersDifferError:
             candidate, tables = Candidate.of(plan, self._unfolded.folded), self._unfolded
         return _Sums(tables, candidate).price()
@@ -125,6 +130,23 @@ class Tables:
             assert self.cluster.device is not None
             found = self._programs[structure, cut] = OneDevice.of(step, self.cluster.device, self.folded, cut)
         return found
+
+    @cached_property
+    def leaves(self) -> dict[str, str]:
+        """Name of a gradient, of what is stacked up or added up to it -> name of its parameter."""
+        graph = self.captured.graph
+        inputs, found = frozenset(graph.inputs), dict[str, str]()
+        for call in graph.calls:
+            for wrt, gradient in zip(call.wrt, call.gradients, strict=True):
+                for leaf in origins(graph, wrt) & inputs:
+                    found.update(dict.fromkeys((t.name for t in closure([gradient], self._summands)), leaf.name))
+        return found
+
+    def _summands(self, tensor: PTensor) -> list[PTensor]:
+        graph = self.captured.graph
+        maker = graph.producer.get(tensor)
+        is_sum = maker is not None and maker.kind == "backward" and maker.forward is None
+        return [*(maker.inputs if maker is not None and is_sum else ()), *graph.flow.sources(tensor, "stack", "exit")]
 
     def skeleton(self, candidate: Candidate) -> Skeleton:
         """Where its ops and tensors lie."""
@@ -181,8 +203,9 @@ class _Sums:
         self.time = tables.in_time(candidate, self.program)
         shares = self.time.shares
         local = self.skeleton.local
+        self.summed = axes_of_sums(self.program, self.time)
+        self.begins = sum_begins(self.program, candidate.cuts, self.time)
         self.held = {name: part / shares.get(name, 1) for name, part in local.items()} if shares else local
-        self.each_time = candidate.each_time
 
     def price(self) -> Price:
         """Of a plan on one device group, or on several."""
@@ -198,7 +221,7 @@ class _Sums:
                 self.cluster,
             )
             seconds = staged.seconds([*computing, *sending])
-            peak = staged.peak(self._bytes(), self._sum_begins() >= 0, self.arguments)
+            peak = staged.peak(self._bytes(), self.begins >= 0, self.arguments)
             busy = (staged.busiest(taken) for taken in (computing, sending, [*computing, *sending]))
             return Price(seconds, peak, *busy)
         compute, send = (math.fsum(one.seconds for one in taken) for taken in (computing, sending))
@@ -224,7 +247,8 @@ class _Sums:
     def _sending(self) -> Iterator[Taken]:
         for one in self.skeleton.moved:
             times = self._times(one)
-            count = max(map(self.program.count, (one.maker, one.reader)))
+            maker, reader = (self.graph.by_path.get(path) for path in (one.maker, one.reader))
+            count = self.program.count(one.maker) if reader is None else self.program.folded.reads(reader, maker)
             yield Taken(one.reader, count * times * one.times * self._once(one), times > 1)
 
     def _once(self, one: Moved) -> float:
@@ -243,7 +267,7 @@ class _Sums:
         runs, part = self.time.runs, self._share(one)
         if part > 1:
             return max(runs.get(one.reader, 1), part)
-        if one.kind == "gradient" and self.each_time:
+        if one.kind == "gradient" and self._is_each_time(one.tensor):
             often = max((names[one.tensor].parts for names in self.time.summed.values() if one.tensor in names), default=1)
             return (often + 1) / 2 if one.is_whole and one.tensor in self.skeleton.sharded else often
         if one.kind == "fetched" and self._is_stored and not self.candidate.plan.accumulation.gather_once:
@@ -252,20 +276,15 @@ class _Sums:
             return math.prod([cut.parts for cut in cuts if cut.axis == self.time.microbatch])
         return 1
 
+    def _is_each_time(self, gradient: str) -> bool:
+        """Whether a gradient is reduced for each micro-batch."""
+        folded, leaves = self.tables.folded, self.tables.leaves
+        return folded.kind(leaves.get(gradient, "")) in self.candidate.each_time
+
     @cached_property
     def _is_stored(self) -> bool:
         """Whether parameters lie in parts."""
         return any(isinstance(d, Shard) and d.stored for d in self.candidate.space)
-
-    @cached_property
-    def _summed(self) -> list[str]:
-        """By buffer, of gradients that add up over parts in time, the first axis of these; else nothing."""
-        axis_of = {name: cut.axis for names in self.time.summed.values() for name, cut in names.items()}
-        stacks = {y.stack.name: y.slice.name for loop in self.graph.loops.values() for y in loop.ys} if axis_of else {}
-        return [
-            axis_of.get(stacks.get(one.tensor, one.tensor), "") if one.kind == "gradient" else ""
-            for one in self.program.buffers
-        ]
 
     def _bytes(self) -> np.ndarray:
         """Of each buffer, on a device."""
@@ -277,38 +296,23 @@ class _Sums:
             if part is None:
                 split, cut = self.skeleton.parts.get(one.op, {}), self.time.cuts.get(one.op, {})
                 part = 1 / math.prod([*split.values(), *cut.values()])
-            elif self._summed[n] and not self.each_time:  # it is scattered behind the last part
+            elif self.summed[n] and not self._is_each_time(one.tensor):  # it is scattered behind the last part
                 part = self.skeleton.unsharded.get(one.tensor, part)
             found[n] = (one.wide if one.tensor in sent else one.nbytes) * part
         return found
 
-    def _sum_begins(self) -> np.ndarray:
-        """By buffer, of gradients that add up over parts in time, the moment at which their sum begins; else -1."""
-        begin: dict[str, int] = {}
-        found = np.full(len(self.program.buffers), -1)
-        if not any(self._summed):
-            return found
-        axes = {path: [cut.axis for cut in cuts] for path, cuts in self.candidate.cuts.items()}
-        for moment, path in enumerate(self.program.ops):
-            for axis in axes.get(path, ()):
-                begin.setdefault(axis, moment)
-        for n, (one, axis) in enumerate(zip(self.program.buffers, self._summed, strict=True)):
-            if axis and not one.in_loop and begin.get(axis, one.first) < one.first:
-                found[n] = begin[axis]
-        return found
-
     def _added(self, sizes: np.ndarray) -> np.ndarray:
         """Of each buffer that adds up over parts in time, the bytes of the sum: scattered, if each part's is."""
-        if not self.each_time:
+        if not self.candidate.each_time:
             return sizes
-        sharded = self.skeleton.sharded
-        whole = [(one.wide, sharded.get(one.tensor)) for one in self.program.buffers]
+        every, sharded = self.program.buffers, self.skeleton.sharded
+        whole = [(one.wide, sharded.get(one.tensor) if self._is_each_time(one.tensor) else None) for one in every]
         return np.array([own if part is None else wide * part for own, (wide, part) in zip(sizes, whole, strict=True)])
 
     def _timeline(self) -> np.ndarray:
         """Bytes at each moment, beside arguments."""
         program = self.program
-        sizes, begins = self._bytes(), self._sum_begins()
+        sizes, begins = self._bytes(), self.begins
         sums, added = begins >= 0, self._added(sizes)
         change = np.zeros(len(program.ops) + 1)
 
@@ -332,3 +336,28 @@ class _Sums:
                     change[begin] += count * size
                     change[end + 1] -= count * size
         return program.scratch + np.cumsum(change)[:-1]
+
+
+def axes_of_sums(program: OneDevice, time: InTime) -> list[str]:
+    """By buffer, of gradients that add up over parts in time, the first axis of these; else nothing."""
+    axis_of = {name: cut.axis for names in time.summed.values() for name, cut in names.items()}
+    stacks = {y.stack.name: y.slice.name for loop in program.graph.loops.values() for y in loop.ys} if axis_of else {}
+    return [
+        axis_of.get(stacks.get(one.tensor, one.tensor), "") if one.kind == "gradient" else "" for one in program.buffers
+    ]
+
+
+def sum_begins(program: OneDevice, cuts: Mapping[str, Sequence[TimeCut]], time: InTime) -> np.ndarray:
+    """By buffer, of gradients that add up over parts in time, the moment at which their sum begins; else -1."""
+    begin: dict[str, int] = {}
+    summed, found = axes_of_sums(program, time), np.full(len(program.buffers), -1)
+    if not any(summed):
+        return found
+    axes = {path: [cut.axis for cut in own] for path, own in cuts.items()}
+    for moment, path in enumerate(program.ops):
+        for axis in axes.get(path, ()):
+            begin.setdefault(axis, moment)
+    for n, (one, axis) in enumerate(zip(program.buffers, summed, strict=True)):
+        if axis and not one.in_loop and begin.get(axis, one.first) < one.first:
+            found[n] = begin[axis]
+    return found

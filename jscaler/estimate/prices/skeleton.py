@@ -142,14 +142,14 @@ def _of_task(
         itemsize = jnp.dtype(task.reduce_dtype).itemsize
     whole = isinstance(task, Adapt) and not task.adapter.adds
     if whole and reader is not None:
-        itemsize = _as_cast(tensor, reader)
+        itemsize = as_cast(tensor, reader)
     kind = "gradient" if tensor in gradients else "fetched" if whole and graph.producer.get(tensor) is None else ""
     maker = graph.producer.get(tensor)
     made = maker.path if maker is not None else ""
     return Moved(tensor.name, cut.get(made, made), cut.get(path, path), task, times, itemsize, kind)
 
 
-def _as_cast(tensor: PTensor, reader: Op) -> int:
+def as_cast(tensor: PTensor, reader: Op) -> int:
     """Bytes of an element of ``tensor`` as ``reader`` uses it."""
     if reader.body is None or tensor not in reader.inputs:
         return tensor.itemsize

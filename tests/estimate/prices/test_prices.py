@@ -67,7 +67,7 @@ def test_prices_are_near_costs(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_loop_costs_what_a_stack_costs(form: str) -> None:
     """Planning work does not grow with layers that are equal: one stands for the others."""
-    tables = prices(form)._folded
+    tables = prices(form).tables
     assert len(tables.folded.graph.ops) < 400
     assert bool(tables.folded.counts) == (form == "loop")
 
@@ -76,7 +76,7 @@ def test_plans_share_what_they_have_in_common() -> None:
     found = Prices(graph("stack"), CLUSTER)
     for plan in ("zero1", "accumulate(2, zero1())", "accumulate(4, zero1())"):
         found.of(plan)
-    tables = found._folded
+    tables = found.tables
     assert len(tables._skeletons) == len(tables._programs) == 1
     found.of("recompute_layers(zero1())")
     assert len(tables._skeletons) == len(tables._programs) == 2
@@ -90,7 +90,7 @@ def test_what_treats_equal_layers_in_several_ways_is_priced_layer_by_layer() -> 
 
     found = prices("loop")
     plan = transform(Captured.of(graph("loop")), half, 8, cost=CLUSTER)
-    assert found._unfolded is not found._folded
+    assert found._unfolded is not found.tables
     price, cost = found.of(plan), jscaler.cost(graph("loop"), half, CLUSTER)
     assert price.seconds == pytest.approx(cost.seconds.total, rel=0.05)
     assert price.peak == pytest.approx(cost.memory.peak, rel=0.1)

@@ -1,0 +1,5 @@
+"""The integer program inside one device group: how each op is split, how each parameter lies, what is computed again."""
+
+from jscaler.plan_search.program.fill import Filled, NothingFitsError, fill
+
+__all__ = ["Filled", "NothingFitsError", "fill"]

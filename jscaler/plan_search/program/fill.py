@@ -1,0 +1,165 @@
+"""``fill``: the best plan of a space on one device group, with a bound."""
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from jscaler import plans
+from jscaler.errors import PlanError
+from jscaler.estimate.prices import Price, Prices
+from jscaler.estimate.prices.candidate import Candidate
+from jscaler.estimate.prices.price import sum_begins
+from jscaler.ir import Op
+from jscaler.ir.walk import grouped
+from jscaler.plan_search.program.choices import ByAxis, Nodes
+from jscaler.plan_search.program.linear import Solution
+from jscaler.plan_search.program.program import Program
+from jscaler.plan_search.program.realised import policy_of
+from jscaler.primitives.planner import Policy
+from jscaler.spaces.allowed import ZEROS, Allowed, Options
+from jscaler.spaces.space_planner import space_of
+from jscaler.stages import transform
+
+GAP = 1e-3  # within which a solution is the best
+ROUNDS = 6  # of solving for less memory
+LESS = 0.995  # of what a plan that does not fit was to hold
+
+
+class NothingFitsError(PlanError):
+    """No plan of a space with holes fits."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A plan that was found.
+
+    Attributes:
+        policy: writes it down for the whole graph.
+        seconds: of a step, by the program.
+        bound: the program has no solution of fewer seconds.
+        peak: bytes on a device, by the program.
+        price: of the plan, by `Prices`.
+        choices: path of a forward op -> by mesh axis the factor that is split, or None for a copy; of equal layers one's.
+        zero: path of a parameter -> its ZeRO mode.
+        recomputed: paths of the ops that run again in the backward pass.
+        proved: whether no other solution is better by more than a small gap.
+    """
+
+    policy: Policy
+    seconds: float
+    bound: float
+    peak: float
+    price: Price
+    choices: Mapping[str, ByAxis]
+    zero: Mapping[str, int]
+    recomputed: tuple[str, ...]
+    proved: bool
+
+
+def fill(
+    prices: Prices,
+    space: Callable[..., None] | None = None,
+    mesh: tuple[int, ...] = (),
+    microbatches: int = 1,
+    memory: float | None = None,
+    seconds: float = 20.0,
+) -> Filled:
+    """The plan of a space that takes the fewest seconds on a mesh of devices.
+
+    A solver finds where a model is too kind: what is found is priced as a plan, and if that holds too much, the program is
+    solved again for as much less.
+
+    Args:
+        space: a policy with holes (see `jscaler.spaces`); by default all that there is.
+        mesh: the sizes of its axes, major first.
+        microbatches: in which the batch runs, one after another.
+        memory: bytes that a device may hold; None: any.
+        seconds: for the solver; what it has found by then counts.
+
+    Raises:
+        PlanError: nothing is legal.
+        NothingFitsError: nothing fits.
+    """
+    end = time.monotonic() + seconds
+    captured = prices.captured
+    holes = space_of(space, prices.graph, mesh, captured.bodies, prices.cluster.device)
+    program = program_of(prices, holes, mesh, microbatches, recompute=memory is not None)
+    most, bound, peaks = math.inf if memory is None else memory, 0.0, list[float]()
+    for _ in range(ROUNDS):
+        solution = program.solve(end - time.monotonic(), GAP, most)
+        if solution is None:
+            break
+        bound = bound or solution.bound + program.fixed
+        found = _filled(prices, program, solution, mesh, microbatches, bound)
+        if memory is None or found.price.peak <= memory:
+            return found
+        peaks.append(found.price.peak)
+        most = min(memory - (found.price.peak - found.peak), LESS * min(most, found.peak))
+    least = f"plans that were found hold {min(peaks):.4g}" if peaks else f"no plan holds less than {program.least():.4g}"
+    raise NothingFitsError(
+        f"nothing of the space fits in {memory:.4g} bytes on a mesh of {mesh}, in {microbatches} micro-batches: {least}; "
+        "take more micro-batches or devices, or let more be split or computed again"
+    )
+
+
+def _filled(
+    prices: Prices, program: Program, solution: Solution, mesh: tuple[int, ...], microbatches: int, bound: float
+) -> Filled:  # fmt: skip
+    nodes = program.nodes.by_name
+    choices = {name: c.by_axis for name, c in program.choices(solution).items() if not nodes[name].is_join}
+    states = program.states(solution)
+    again = program.again.made_again(solution) if program.again is not None else []
+    inside = program.again.in_regions(solution) if program.again is not None else []
+    policy = policy_of(prices.tables.folded, mesh, choices, states, {*again}, {*inside}, microbatches)
+    price = prices.of(transform(prices.captured, policy, prices.cluster.num_devices, cost=prices.cluster))
+    zero = {name: state.zero for name, state in states.items()}
+    peak, seconds = program.peak(solution), solution.objective + program.fixed
+    return Filled(policy, seconds, bound, peak, price, choices, zero, tuple(again), seconds <= bound * (1 + GAP))
+
+
+def program_of(
+    prices: Prices, space: Allowed | None, mesh: tuple[int, ...], microbatches: int, recompute: bool = False
+) -> Program:  # fmt: skip
+    """The integer program of a space; None stands for all that there is."""
+    count = math.prod(mesh)
+    if count != prices.cluster.num_devices:
+        raise PlanError(f"a mesh of {mesh} has {count} devices, and '{prices.cluster}' has {prices.cluster.num_devices}")
+    tables = prices.tables
+    one = tables.program()
+    policy = plans.accumulate(microbatches) if microbatches > 1 else plans.single()
+    candidate = Candidate.of(transform(prices.captured, policy, count), tables.folded)
+    in_time = tables.in_time(candidate, one)
+    begins = sum_begins(one, candidate.cuts, in_time)
+    may = _Legal(prices, space)
+    nodes = Nodes(one.graph, tables.folded, mesh, in_time, may.split)
+    again = may.run_again if recompute else None
+    return Program(nodes, one, in_time, prices.cluster, microbatches, may.zeros, begins, again)
+
+
+class _Legal:
+    """What a space allows of what stands for several ops, or parameters: what it allows of each."""
+
+    def __init__(self, prices: Prices, space: Allowed | None):
+        self.space, self.folded = space, prices.tables.folded
+        names = (*(op.path for op in prices.graph.forward()), *(t.name for t in prices.graph.inputs))
+        self.of_kind = grouped((self.folded.kind(name), name) for name in names)
+        self._options: dict[str, tuple[Options, ...] | None] = {}
+
+    def split(self, op: Op, axis: int, factor: str | None) -> bool:
+        """Whether a mesh axis may split a factor, or copy."""
+        if self.space is None or op.kind != "forward":
+            return True
+        kind = self.folded.kind(op.path)
+        if kind not in self._options:
+            self._options[kind] = self.space.options(self.of_kind.get(kind, ()))
+        options = self._options[kind]
+        return options is None or factor in options[axis]
+
+    def zeros(self, leaf: str) -> Collection[int]:
+        """The ZeRO modes of a parameter."""
+        return ZEROS if self.space is None else self.space.modes(self.of_kind[self.folded.kind(leaf)])
+
+    def run_again(self, op: Op) -> bool:
+        """Whether an op may run again."""
+        return self.space is None or self.space.may_run_again(self.of_kind.get(self.folded.kind(op.path), (op.path,)))
