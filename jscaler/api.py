@@ -25,6 +25,7 @@ from jscaler.errors import (
 )
 from jscaler.estimate.loops_apart import between, loops_apart
 from jscaler.estimate.lost_parallelism import lost_parallelism
+from jscaler.estimate.query import price_of
 from jscaler.estimate.searched_order import with_searched_schedule
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
@@ -490,7 +491,8 @@ class Parallelized(Shown):
                 )
             plan = searched_plan(policy, captured.graph, num_devices, self._cost)
         elif self._following is None:
-            plan = transform(captured, policy, num_devices, cost=self._cost)
+            price = price_of(captured, num_devices, self._cost)
+            plan = transform(captured, policy, num_devices, cost=self._cost, price=price)
         else:
             plan = self._following.plan(captured, policy, call, num_devices, self._name, self._cost)
         return lower(captured, with_searched_schedule(captured, plan, self._cost), self._cost, self._without)

@@ -307,7 +307,7 @@ def _share(step: StepPlan, compiled: Sequence[Any], devices: Sequence[int]) -> t
         flops += runs * float((one.cost_analysis() or {}).get("flops", 0.0))
         for kind, total in totals(one.as_text()).items():
             found[kind] = found.get(kind, Totals(0, 0, 0)).plus(total, runs)
-    for row in send_rows(step, step.plan.num_devices):
+    for row in send_rows(step):
         if devices[0] in row.groups[0]:
             sent = Totals(row.launches, row.launches, round(row.sent))
             found[row.kind] = found.get(row.kind, Totals(0, 0, 0)).plus(sent)

@@ -325,14 +325,19 @@ class SplitError(PlanError):
     """
 
     def __init__(self, op: str, factor: str, size: int, parts: int, why: str = "", comes_from: str = ""):
-        self.factor, self._asked = factor, (op, factor, size, parts, why)
         reason = why or "legal: " + ", ".join(map(str, divisors(size)))
+        self.factor, self._asked, self._comes_from = factor, (op, factor, size, parts, reason), comes_from
         named = f"; '{factor}' is {comes_from}" if comes_from else ""
         super().__init__(f"'{op}' cannot split factor '{factor}' of size {size} into {parts} parts; {reason}{named}")
 
     def of(self, comes_from: str) -> "SplitError":
         """The same error, which says what the factor is."""
         return SplitError(*self._asked, comes_from)
+
+    def within(self, where: str) -> "SplitError":
+        """The same error, which says where it is so."""
+        op, factor, size, parts, reason = self._asked
+        return SplitError(op, factor, size, parts, f"{reason}; {where}", self._comes_from)
 
 
 def factor_name(factor: str, comes_from: str = "") -> str:

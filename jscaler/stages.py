@@ -92,19 +92,21 @@ def transform(
     num_devices: int,
     stores: Sequence[Decision] = (),
     cost: CostModel = FEW_STEPS,
+    price: Callable[..., tuple[float, float]] | None = None,
 ) -> Plan:
     """Run the policy, unless a finished plan is given; ``stores`` say where inputs lie, whatever that plan says.
 
     Args:
         cost: a cluster may say what its devices are, for policies that balance work.
+        price: what another policy for the same would take, for policies that try several; see `Planner`.
 
     Raises:
         DeviceError: the finished plan is for another number of devices.
         PlanFitError: it was made for a graph of other ops or rules.
     """
     if not isinstance(policy, Plan):
-        device = cost.device if isinstance(cost, Cluster) else None
-        return make_plan(policy, captured.graph, num_devices, captured.bodies, stores, device)
+        cluster = cost if isinstance(cost, Cluster) else None
+        return make_plan(policy, captured.graph, num_devices, captured.bodies, stores, cluster, price)
     if policy.num_devices != num_devices:
         raise DeviceError(
             f"the plan '{policy.name}' is for {policy.num_devices} devices, and {num_devices} are given; give it as many "

@@ -1,4 +1,4 @@
-"""Clusters by name: built-in ones, those that their text describes (``8xH100-80GB``), and files.
+"""Clusters by name: built-in ones, those that their text describes (``8xH100-80GB``), several of them, and files.
 
 The links of GPU clusters are those of `clusters.link`; ``jscaler bench-comm`` measures them.
 """
@@ -11,6 +11,7 @@ from jscaler.clusters.cluster import Cluster
 from jscaler.clusters.cluster_file import load_cluster
 from jscaler.clusters.device import DEVICE_KINDS, find_kind
 from jscaler.clusters.link import Link, usual_links
+from jscaler.clusters.unlike import UnlikeCluster, joined
 from jscaler.errors import DeviceError, UnknownNameError, shown
 
 MOST = 1e15  # bytes of a device, and bytes per second, that are believed
@@ -37,7 +38,7 @@ CLUSTERS = {
     )
 }
 _DESCRIPTION = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z]\S*)")
-_OTHERWISE = " (or describe one: 8xH100-80GB, 4x8xV100-32GB; or give the path of a .toml file)"
+_OTHERWISE = " (or describe one: 8xH100-80GB, 4x8xV100-32GB, 8xV100-32GB+4xA100-80GB; or give the path of a .toml file)"
 
 
 def find_cluster(name: str | os.PathLike[str]) -> Cluster:
@@ -45,7 +46,8 @@ def find_cluster(name: str | os.PathLike[str]) -> Cluster:
 
     Args:
         name: ``"a100"``; ``"V100-32GB"``, one device, ``"8xH100-80GB"``, one host, or ``"4x8xV100-32GB"``, hosts × devices
-            of each × kind, with the links that are usual for the kind; or ``"lab.toml"``.
+            of each × kind, with the links that are usual for the kind; several of these with a plus between them, hosts
+            of several kinds or sizes; or ``"lab.toml"``.
 
     Raises:
         UnknownNameError: none of these, or a field of the file is unknown.
@@ -64,6 +66,8 @@ def find_cluster(name: str | os.PathLike[str]) -> Cluster:
         return CLUSTERS[name]
     if name in DEVICE_KINDS:
         return described(name, 1, 1, name)
+    if "+" in name:
+        return joined(name, [find_cluster(one.strip()) for one in name.split("+")])
     match = _DESCRIPTION.fullmatch(name)
     if match is None:
         raise UnknownNameError("cluster", name, CLUSTERS, _OTHERWISE)
@@ -72,6 +76,9 @@ def find_cluster(name: str | os.PathLike[str]) -> Cluster:
 
 def _in_units(cluster: Cluster, path: str) -> Cluster:
     """``cluster``; raises DeviceError where a figure must have been meant in another unit."""
+    if isinstance(cluster, UnlikeCluster):
+        for number, part in enumerate(cluster.kinds):
+            _in_units(part, f"{path}: kinds {number}")
     figures = [("memory", float(cluster.memory or MOST), "bytes", 1e6, MOST)]
     for key, link in (("inside", cluster.inside), ("between", cluster.between)):
         figures.append((f"{key}.latency", link.latency, "seconds", 0.0, 1.0))

@@ -1,7 +1,10 @@
-"""``Cluster``: hosts of devices, and the α–β model of the links inside a host and between hosts."""
+"""``Cluster``: hosts of devices, and the α–β model of the links inside a host and between hosts.
+
+Hosts of several kinds, or of several sizes, are an `UnlikeCluster` (``clusters.unlike``).
+"""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,6 +70,32 @@ class Cluster:
     def local_step(self) -> float:
         return 1e-9
 
+    @property
+    def kinds(self) -> "tuple[Cluster, ...]":
+        """The equal hosts of each kind, as clusters; devices are numbered kind by kind."""
+        return (self,)
+
+    def of(self, devices: Iterable[int]) -> "Cluster":
+        """What a group of devices is. Its ``device`` is the slowest kind there, its ``memory`` the smallest."""
+        return self
+
+    def alone(self) -> "Cluster":
+        """One device."""
+        return replace(self, hosts=1, devices_per_host=1)
+
+    def hosts_of(self, devices: np.ndarray) -> np.ndarray:
+        """The host of each device, numbered from 0."""
+        return devices // self.devices_per_host
+
+    def spans_hosts(self, devices: Iterable[int]) -> bool:
+        """Whether these lie on several hosts."""
+        return len(np.unique(self.hosts_of(np.array([*devices])))) > 1
+
+    def described_hosts(self) -> str:
+        """``4 hosts of 8 NVIDIA H200``; of one host ``8 NVIDIA H200``."""
+        hosts = f"{self.hosts} hosts of {self.devices_per_host}" if self.hosts > 1 else f"{self.num_devices}"
+        return f"{hosts} {self.device.description if self.device is not None else 'devices'}"
+
     def at_peaks(self) -> "Cluster":
         """The same, whose seconds are bounds: devices at the peaks of their data sheets, usual links at their line rate.
         Links that were measured stay.
@@ -96,30 +125,32 @@ class Cluster:
         if crossing == 0:
             return Line(self.local_step + steps * self.inside.latency, 1 / self.inside.bandwidth)
         slowest = max(1 / self.inside.bandwidth, crossing / self.between.bandwidth)
-        hosts = groups // self.devices_per_host
+        hosts = self.hosts_of(groups)
         within = bool((hosts == hosts[:, :1]).all(1).any())
         latency = max(self.between.latency, self.inside.latency if within else 0.0)
         return Line(self.local_step + steps * latency, slowest)
 
     def crossing(self, kind: str, groups: np.ndarray) -> float:
         """Bytes that leave the busiest host, as a multiple of what each member sends."""
-        hosts = groups // self.devices_per_host
-        spanning = hosts[(hosts != hosts[:, :1]).any(1)]
-        if not len(spanning):
-            return 0.0
-        width, members = int(spanning.max()) + 1, groups.shape[1]
-        group = np.arange(len(spanning))[:, None]
-        found, counts = np.unique(group * width + spanning, return_counts=True)  # members of each group on each host
+        _, hosts, leaving = self.leaving(kind, groups)
+        return float(np.bincount(hosts, leaving).max()) if len(hosts) else 0.0
+
+    def leaving(self, kind: str, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each group that spans hosts and each of its hosts: the group's number, the host, and the bytes that leave it,
+        as a multiple of what each member sends."""
+        hosts = self.hosts_of(groups)
+        (numbers,) = (hosts != hosts[:, :1]).any(1).nonzero()
+        width, members = int(hosts.max(initial=0)) + 1, groups.shape[1]
+        found, counts = np.unique(numbers[:, None] * width + hosts[numbers], return_counts=True)  # members on each host
         to_all = COLLECTIVES[kind].to_all  # a ring enters and leaves each host once
-        sends = counts * (members - counts) if to_all else np.ones(len(counts))
-        busiest = np.bincount(found % width, sends).max()
-        return float(busiest / (members - 1) if to_all else busiest)
+        sends = counts * (members - counts) / (members - 1) if to_all else np.ones(len(counts))
+        return found // width, found % width, sends
 
     def messages(self, pairs: np.ndarray, nbytes: float, num_devices: int) -> float:
         """Seconds of one round in which each device sends and receives at most once."""
         if not len(pairs):
             return self.local_step
-        hosts = pairs // self.devices_per_host
+        hosts = self.hosts_of(pairs)
         across = hosts[hosts[:, 0] != hosts[:, 1]]
         if not len(across):
             return self.local_step + self.inside.latency + nbytes / self.inside.bandwidth

@@ -6,11 +6,12 @@ import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jscaler.clusters.cluster import Cluster
 from jscaler.clusters.device import DEVICE_KINDS, DeviceKind, Peak, Reached, find_kind
 from jscaler.clusters.link import Link, is_positive, usual_links
+from jscaler.clusters.unlike import UnlikeCluster, joined
 from jscaler.errors import DeviceError, UnknownNameError, shown
 
 _PEAKS = tuple(field.name for field in dataclasses.fields(Peak))
@@ -18,12 +19,35 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(DeviceKind) if field.
 _REACHED = tuple(field.name for field in dataclasses.fields(Reached) if field.name != "products")
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Reached) if f.default is not dataclasses.MISSING}
 _FRACTIONS = ("bandwidth", "clock")  # of the fields, those that need not be whole numbers
+_HOSTS = ("name", "hosts", "devices_per_host", "memory", "device", "inside", "between")
+
+
+class _Place(NamedTuple):
+    """What is read: a file, or one of its kinds of hosts; as errors say it."""
+
+    text: str
+    stem: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def cluster_toml(cluster: Cluster, comments: Iterable[str] = ()) -> str:
     """The text of a file that ``load_cluster`` reads back as an equal cluster; ``comments`` are lines at its head."""
     lines = [f"# {comment}" for comment in comments]
+    if not isinstance(cluster, UnlikeCluster):
+        return "\n".join([*lines, *_hosts_toml(cluster, "")]) + "\n"
     lines.append(f"name = {_quoted(cluster.name)}")
+    for part in cluster.kinds:
+        lines += ["", "[[kinds]]", *_hosts_toml(part, "kinds.")]
+    for *pair, link in cluster.across:
+        lines += ["", "[[across]]", f"kinds = {pair}", *_link_toml(link, "host")]
+    return "\n".join(lines) + "\n"
+
+
+def _hosts_toml(cluster: Cluster, inside: str) -> list[str]:
+    """Equal hosts; their tables stand in the table ``inside``."""
+    lines = [f"name = {_quoted(cluster.name)}"]
     lines += [f"{key} = {getattr(cluster, key)}" for key in ("hosts", "devices_per_host")]
     kind = cluster.device
     if cluster.memory and (kind is None or cluster.memory != kind.memory):
@@ -32,22 +56,26 @@ def cluster_toml(cluster: Cluster, comments: Iterable[str] = ()) -> str:
     if kind is not None and built_in:
         lines.append(f"device = {_quoted(kind.name)}")
     for key, owner in (("inside", "device"), ("between", "host")):
-        link = getattr(cluster, key)
-        lines += ["", f"[{key}]", f"latency = {link.latency!r}  # seconds per step"]
-        lines.append(f"bandwidth = {link.bandwidth!r}  # bytes per second and {owner}")
+        lines += ["", f"[{inside}{key}]", *_link_toml(getattr(cluster, key), owner)]
     if kind is not None and not built_in:
-        lines += _device_toml(kind)
-    return "\n".join(lines) + "\n"
+        lines += _device_toml(kind, f"{inside}device")
+    return lines
 
 
-def _device_toml(kind: DeviceKind) -> list[str]:
+def _link_toml(link: Link, owner: str) -> list[str]:
+    return [
+        f"latency = {link.latency!r}  # seconds per step", f"bandwidth = {link.bandwidth!r}  # bytes per second and {owner}"
+    ]  # fmt: skip
+
+
+def _device_toml(kind: DeviceKind, table: str) -> list[str]:
     values: dict[str, Any] = {name: getattr(kind, name) for name in _FIELDS}
     values["capability"] = ".".join(map(str, kind.capability))
-    lines = ["", "[device]", *(f"{k} = {_quoted(v) if isinstance(v, str) else repr(v)}" for k, v in values.items())]
-    lines += ["", "[device.peak]", *_rates(kind.peak)]
+    lines = ["", f"[{table}]", *(f"{k} = {_quoted(v) if isinstance(v, str) else repr(v)}" for k, v in values.items())]
+    lines += ["", f"[{table}.peak]", *_rates(kind.peak)]
     if kind.reached is not None:
         shown = [f"{name} = {getattr(kind.reached, name)!r}" for name in _REACHED]
-        lines += ["", "[device.reached]", *shown, "[device.reached.products]", *_rates(kind.reached.products)]
+        lines += ["", f"[{table}.reached]", *shown, f"[{table}.reached.products]", *_rates(kind.reached.products)]
     return lines
 
 
@@ -79,6 +107,10 @@ def load_cluster(path: Path) -> Cluster:
         latency = 30e-6
         bandwidth = 12.5e9             # bytes per second and host
 
+    Hosts of several kinds or sizes are a table ``[[kinds]]`` each, with these fields; ``[[across]]`` says the links of a
+    host to hosts of another kind, ``kinds = [0, 1]``, which are the slower of both otherwise. Devices are numbered in the
+    order of the tables.
+
     Raises:
         DeviceError: the file cannot be read, or a field is missing or of the wrong kind.
         UnknownNameError: a field or a device kind is unknown.
@@ -89,7 +121,36 @@ def load_cluster(path: Path) -> Cluster:
         raise DeviceError(
             f"cannot read the cluster file {path}: {error}; `jscaler bench-comm --out {path}` writes such a file"
         ) from None
-    _refuse_unknown(path, table, ("name", "hosts", "devices_per_host", "memory", "device", "inside", "between"), "")
+    place = _Place(str(path), path.stem)
+    if "kinds" not in table:
+        return _hosts(place, table)
+    _refuse_unknown(place, table, ("name", "kinds", "across"), "")
+    kinds, across = (_tables(place, table, key) for key in ("kinds", "across"))
+    if not kinds:
+        raise DeviceError(f"{path}: 'kinds' is empty; give a table [[kinds]] for each kind of hosts")
+    parts = [_hosts(_Place(f"{path}: kinds {n}", path.stem), own) for n, own in enumerate(kinds)]
+    links = tuple(_across(_Place(f"{path}: across {n}", ""), own) for n, own in enumerate(across))
+    return joined(_text(place, table, "name", path.stem), parts, links)
+
+
+def _tables(path: _Place, table: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    found = table.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise DeviceError(f"{path}: '{key}' is {shown(found)}; give tables [[{key}]]")
+    return found
+
+
+def _across(path: _Place, table: dict[str, Any]) -> tuple[int, int, Link]:
+    _refuse_unknown(path, table, ("kinds", "latency", "bandwidth"), "")
+    pair = table.get("kinds")
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(one) is int for one in pair):
+        raise DeviceError(f"{path}: 'kinds' is {shown(pair)}; give the numbers of two kinds, such as [0, 1]")
+    return pair[0], pair[1], Link(*(_number(path, table, key, float) for key in ("latency", "bandwidth")))
+
+
+def _hosts(path: _Place, table: dict[str, Any]) -> Cluster:
+    """Equal hosts; with their own name, or that of the file."""
+    _refuse_unknown(path, table, _HOSTS, "")
     hosts, devices_per_host = (_number(path, table, key, int) for key in ("hosts", "devices_per_host"))
     device = _device(path, table)
     links = usual_links(device, devices_per_host) if device is not None else None
@@ -101,14 +162,14 @@ def load_cluster(path: Path) -> Cluster:
     return Cluster(_text(path, table, "name", path.stem), hosts, devices_per_host, inside, between, memory, device)
 
 
-def _text(path: Path, table: dict[str, Any], key: str, default: str = "", where: str = "") -> str:
+def _text(path: _Place, table: dict[str, Any], key: str, default: str = "", where: str = "") -> str:
     value = table.get(key, default)
     if not isinstance(value, str):
         raise DeviceError(f"{path}: '{where}{key}' is {shown(value)}; give text, in quotes")
     return value
 
 
-def _link(path: Path, table: dict[str, Any], key: str) -> Link:
+def _link(path: _Place, table: dict[str, Any], key: str) -> Link:
     entry = table.get(key)
     if not isinstance(entry, dict):
         raise DeviceError(f"{path}: the table [{key}] with latency (seconds) and bandwidth (bytes/s) is missing")
@@ -117,7 +178,7 @@ def _link(path: Path, table: dict[str, Any], key: str) -> Link:
     return Link(latency, bandwidth)
 
 
-def _device(path: Path, table: dict[str, Any]) -> DeviceKind | None:
+def _device(path: _Place, table: dict[str, Any]) -> DeviceKind | None:
     entry = table.get("device")
     if entry is None:
         return None
@@ -137,7 +198,7 @@ def _device(path: Path, table: dict[str, Any]) -> DeviceKind | None:
     return dataclasses.replace(kind, reached=_reached(path, entry.get("reached"), kind, like))
 
 
-def _device_field(path: Path, entry: dict[str, Any], name: str) -> Any:
+def _device_field(path: _Place, entry: dict[str, Any], name: str) -> Any:
     if name in ("name", "description"):
         return _text(path, entry, name, where="device.")
     if name == "capability":
@@ -148,7 +209,7 @@ def _device_field(path: Path, entry: dict[str, Any], name: str) -> Any:
     return _number(path, entry, name, float if name in _FRACTIONS else int, "device.")
 
 
-def _peak(path: Path, entry: Any, like: Peak | None, key: str) -> Peak:
+def _peak(path: _Place, entry: Any, like: Peak | None, key: str) -> Peak:
     if entry is None and like is not None:
         return like
     if not isinstance(entry, dict):
@@ -161,7 +222,7 @@ def _peak(path: Path, entry: Any, like: Peak | None, key: str) -> Peak:
     return Peak(**rates)
 
 
-def _reached(path: Path, entry: Any, kind: DeviceKind, like: DeviceKind | None) -> Reached | None:
+def _reached(path: _Place, entry: Any, kind: DeviceKind, like: DeviceKind | None) -> Reached | None:
     """What is reached of a kind: as said, else the share that is reached of the kind that it is like."""
     usual = None
     if like is not None and like.reached is not None:
@@ -185,7 +246,7 @@ def _reached(path: Path, entry: Any, kind: DeviceKind, like: DeviceKind | None) 
     return Reached(products=products, **values)
 
 
-def _number(path: Path, table: dict[str, Any], key: str, kind: type, where: str = "") -> Any:
+def _number(path: _Place, table: dict[str, Any], key: str, kind: type, where: str = "") -> Any:
     value: Any = table.get(key)
     if is_positive(value, kind):
         return kind(value)
@@ -193,7 +254,7 @@ def _number(path: Path, table: dict[str, Any], key: str, kind: type, where: str 
     raise DeviceError(f"{path}: '{where}{key}' is {found}; give a positive {'whole ' * (kind is int)}number")
 
 
-def _refuse_unknown(path: Path, table: dict[str, Any], known: Sequence[str], where: str) -> None:
+def _refuse_unknown(path: _Place, table: dict[str, Any], known: Sequence[str], where: str) -> None:
     for key in table:
         if key not in known:
             raise UnknownNameError("field", f"{where}{key}", [where + k for k in known], f" in {path}")

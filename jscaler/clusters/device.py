@@ -218,6 +218,16 @@ def find_kind(name: str, where: str = "") -> DeviceKind:
     return begun[0]
 
 
+def slowest(kinds: Iterable[DeviceKind]) -> DeviceKind:
+    """Of several kinds the one with the slowest products of float16; of equal ones that with the slowest memory.
+
+    Example:
+        >>> str(slowest([find_kind("H100"), find_kind("A100-80GB"), find_kind("A100-40GB")]))
+        'A100-40GB'
+    """
+    return min(kinds, key=lambda kind: (kind.peak.of("float16"), kind.bandwidth, kind.name))
+
+
 def kind_of(description: str) -> DeviceKind | None:
     """The built-in kind that a driver describes so (``device.device_kind`` of JAX); None where it is none of them.
 

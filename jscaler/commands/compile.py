@@ -67,7 +67,7 @@ def compile_(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
         stacked=stacked_by_default(model, stacked), remat=remat,
     )  # fmt: skip
-    planned = PlannedJob(chosen, plan, cluster.num_devices, strict=strict)
+    planned = PlannedJob(chosen, plan, cluster.num_devices, strict=strict, target=cluster)
     with stages() as begin:
         begin("capturing and planning")
         lowered = planned.step.lower(*planned.arguments())

@@ -92,7 +92,7 @@ def plan_(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
         stacked=stacked_by_default(model, stacked), remat=remat,
     )  # fmt: skip
-    planned = PlannedJob(chosen, plan, count, strict=strict)
+    planned = PlannedJob(chosen, plan, count, strict=strict, target=cluster)
     with stages() as begin:
         begin("capturing and planning")
         step = planned.step.lower(*planned.arguments()).plan

@@ -185,7 +185,7 @@ def title(answer: Answer) -> str:
     sizes = ",".join("·".join(map(str, dim)) for dim in source.subdims)
     words = [f"{answer.dtype}[{sizes}]", readable_bytes(whole), f"{len(source.mesh.devices)} devices"]
     if cluster is not None:
-        hosts = 1 + max(source.mesh.devices) // cluster.devices_per_host
+        hosts = 1 + int(cluster.hosts_of(np.array([max(source.mesh.devices)])).max())
         words.append(f"cluster {cluster.name}")
         words += [f"{hosts} such hosts (it has {cluster.hosts})"] if hosts > cluster.hosts else []
     return ", ".join(words)

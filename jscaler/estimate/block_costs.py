@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jscaler.clusters import Cluster
+from jscaler.clusters import Cluster, DeviceKind
 from jscaler.collector import no_full_collections
 from jscaler.estimate.priced import ByProfile, Priced, priced_by_model
 from jscaler.estimate.profile import Profile
@@ -51,18 +51,21 @@ class BlockCost:
 
     def on(self, cluster: Cluster) -> "BlockCost":
         """The same by the model, on a cluster that says what its devices are."""
-        return block_cost(self.block, self.runs, priced_by_model(self.work, cluster.device), cluster)
+        device = cluster.of(self.block.group.devices).device
+        return block_cost(self.block, self.runs, priced_by_model(self.work, device), cluster)
 
 
 def block_costs(step: StepPlan, cluster: Cluster, profile: Profile | None = None) -> list[BlockCost]:
     """Of each block of ``step``, by a profile where one is given."""
     runs = Counter(one.block for one in step.instructions.steps or (Run(0, (), ()),) if isinstance(one, Run))
-    device = cluster.device
-    by_profile = None if profile is None or device is None else ByProfile(step, profile, device)
+    by_profile: dict[DeviceKind, ByProfile] = {}
     found = []
     for number, block in enumerate(step.blocks):
+        device = cluster.of(block.group.devices).device
         work = block_work(step, number, device is None or device.has_row_kernels)
-        priced = priced_by_model(work, device) if by_profile is None else by_profile.priced(number, work)
+        priced = priced_by_model(work, device)
+        if profile is not None and device is not None:
+            priced = by_profile.setdefault(device, ByProfile(step, profile, device)).priced(number, work)
         found.append(block_cost(block, runs[number], priced, cluster))
     return found
 
@@ -71,7 +74,7 @@ def block_cost(block: PlacedBlock, runs: int, priced: Priced, cluster: Cluster) 
     """Of a block whose kernels are priced."""
     sent = traffic_in(block.flat.items, cluster)
     parts = tuple(_parts(block, priced, cluster)) or (Part(priced.total, 0.0, sent.seconds),)
-    return BlockCost(block, runs, priced, sent, parts, cluster.interference)
+    return BlockCost(block, runs, priced, sent, parts, cluster.of(block.group.devices).interference)
 
 
 def _parts(block: PlacedBlock, priced: Priced, cluster: Cluster) -> Iterator[Part]:

@@ -214,12 +214,12 @@ class Cost:
     def by_devices(self) -> tuple[MemoryEstimate, ...]:
         """What each set of devices that hold alike holds, and when. Worked out when it is asked for: its lifetimes are
         those of the whole program."""
-        return memory_by_devices(self.step, self.donated, self.cluster.memory)
+        return memory_by_devices(self.step, self.donated, lambda devices: self.cluster.of(devices).memory)
 
     @property
     def held(self) -> MemoryEstimate:
-        """That of the devices that hold most."""
-        return max(self.by_devices, key=lambda found: found.memory.peak)
+        """That of the devices that have the least left."""
+        return min(self.by_devices, key=lambda found: found.memory.headroom)
 
     @property
     def memory(self) -> Memory:
@@ -228,7 +228,7 @@ class Cost:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits into a device's memory; None where the cluster does not say how much it has."""
+        """Whether the peak fits into each device's memory; None where the cluster does not say how much it has."""
         return self.memory.fits
 
     def as_json(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _ops(cost: Cost) -> list[str]:
 
 def _memory(cost: Cost) -> list[str]:
     memory = cost.memory
-    limit = f" of {readable_bytes(cost.cluster.memory)}" if cost.cluster.memory else ""
+    limit = f" of {readable_bytes(memory.capacity)}" if memory.capacity else ""
     fits = {True: ": fits", False: ": does NOT fit", None: ""}[cost.fits]
     shown = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in memory.by_kind.items() if kind != "outputs")
     found = grouped(((t.name, t.kind), t.nbytes) for t in cost.held.live)  # of a pipeline each micro-batch has its own

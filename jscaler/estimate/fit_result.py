@@ -45,15 +45,20 @@ class Tried:
 
     @property
     def peak(self) -> int:
-        """Bytes of a device, as well as they are known."""
+        """Bytes of a device of those that have the least left, as well as they are known."""
         assert self.cost is not None
         return self.cost.memory.peak if self.compiled_peak is None else self.compiled_peak
 
     @property
+    def capacity(self) -> int:
+        """Bytes of such a device."""
+        assert self.cost is not None
+        return self.cost.memory.capacity
+
+    @property
     def headroom(self) -> int:
         """Bytes that are left at the peak; negative where it does not fit."""
-        assert self.cost is not None
-        return self.cost.cluster.memory - self.peak
+        return self.capacity - self.peak
 
     @property
     def fits(self) -> bool:
@@ -126,7 +131,7 @@ class Fit:
 def fit_table(found: Fit) -> FittingTable:
     """A row for each plan that was tried: what it needs, what it costs, and its memory from the step's first kernel to the
     last, where the highest bar is a whole device."""
-    device = readable_bytes(found.cluster.memory)
+    device = " or ".join(dict.fromkeys(readable_bytes(part.memory) for part in found.cluster.kinds))
     made = FittingTable(f"plans for {found.cluster.name}, {device} per device", EXPENDABLE)
     made.add_column("plan")
     for name in ("peak", "to spare", "FLOPs", "sent", "moved", "launches", "seconds", "at peaks"):
@@ -164,7 +169,7 @@ def _row(one: Tried, chosen: bool, numbers: Mapping[str, int]) -> list[Text | st
         Text(one.plan, style="bold" if chosen else ""), readable_bytes(one.peak), readable_bytes(one.headroom),
         f"{one.flops_ratio:.2f}×", readable_bytes(cost.sent.total), readable_bytes(cost.moved), f"{cost.launches:,}",
         readable_seconds(cost.seconds.total), readable_seconds(cost.bound),
-        bars([m.nbytes for m in cost.held.timeline], cost.cluster.memory), Text(verdict, style=style),
+        bars([m.nbytes for m in cost.held.timeline], one.capacity), Text(verdict, style=style),
     ]  # fmt: skip
 
 
@@ -197,12 +202,12 @@ def verdict(found: Fit) -> str:
     if chosen is None:
         return "\n".join(missing(found))
     assert chosen.cost is not None
-    sizes = f"{readable_bytes(chosen.peak)} of {readable_bytes(found.cluster.memory)}"
+    sizes = f"{readable_bytes(chosen.peak)} of {readable_bytes(chosen.capacity)}"
     said = f"fits: {chosen.plan}, {sizes} per device, {readable_bytes(chosen.headroom)} to spare, {_extra(chosen)}"
-    said += preallocation(chosen.peak, found.cluster.memory)
+    said += preallocation(chosen.peak, chosen.capacity)
     if chosen.compiled_peak is not None:
         return f"{said}\nthe peak is XLA's own; the estimate was {readable_bytes(chosen.cost.memory.peak)}"
-    if chosen.peak > (1 - ACCURACY) * found.cluster.memory:
+    if chosen.peak > (1 - ACCURACY) * chosen.capacity:
         return f"{said}\nthe peak is an estimate, within {ACCURACY:.0%}: it may not fit; compile it to be sure (--confirm)"
     return f"{said}\nthe peak is an estimate, within {ACCURACY:.0%}"
 
@@ -221,14 +226,16 @@ def missing(found: Fit) -> list[str]:
     if best is None:
         return ["nothing fits: none of the plans is legal for this step"]
     assert best.cost is not None
-    memory, capacity, devices = best.cost.memory, found.cluster.memory, found.cluster.num_devices
+    memory, capacity, devices = best.cost.memory, best.capacity, found.cluster.num_devices
     lines = [
         f"nothing fits: the least is {best.plan} with {readable_bytes(best.peak)}, {readable_bytes(-best.headroom)} more "
         f"than a device has; most in {memory.at or 'the results'}"
     ]
     state = memory.parameters + memory.optimizer
     if state > STATE * capacity:
-        larger = f"{2 * devices}x{found.cluster.device.name}" if found.cluster.device else f"{2 * devices} devices"
+        kinds = {part.device for part in found.cluster.kinds}
+        device = found.cluster.device if len(kinds) == 1 else None
+        larger = f"{2 * devices}x{device.name}" if device else f"{2 * devices} devices"
         lines.append(
             f"parameters and optimizer take {readable_bytes(state)} of it: spread them over more devices, "
             f"--target {larger} (zero1, zero3, megatron)"

@@ -7,7 +7,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from jscaler.clusters import Cluster, find_cluster
@@ -111,7 +110,8 @@ def climb(
     for plan in plans:
         by_name(plan)
     progress("estimating one device")
-    base = cost(graph, "single", replace(cluster, hosts=1, devices_per_host=1), donated=donated)
+    base = cost(graph, "single", cluster.alone(), donated=donated)
+    skim = skim and len(cluster.kinds) == 1  # tables know one kind of devices
     tables: Prices | None = None
     skipped: list[Tried] = []
     least, fits = math.inf, False

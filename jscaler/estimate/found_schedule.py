@@ -8,7 +8,7 @@ from typing import Any
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import PlanError, shown
 from jscaler.estimate.query import plan_and_cluster, planned
-from jscaler.estimate.searched_order import LIMIT, MARGIN, Searched, searched_order
+from jscaler.estimate.searched_order import LIMIT, Searched, most_of, searched_order
 from jscaler.estimate.simulation import block_seconds_of, hop_seconds_of
 from jscaler.lower.step_plan import step_of
 
@@ -52,7 +52,6 @@ def find_schedule(
     plan, cluster = plan_and_cluster(lowered, plan, cluster)
     on = cluster if isinstance(cluster, Cluster) or cluster is None else find_cluster(cluster)
     step = step_of("find_schedule", lowered) if plan is None or on is None else planned(lowered, plan, on)
-    if memory is None and on is not None and on.memory:
-        memory = MARGIN * on.memory
+    most = most_of(on) if memory is None and on is not None else memory
     prices = block_seconds_of(step, on, seconds), hop_seconds_of(step, on, hops)
-    return searched_order(step, *prices, memory, limit, seed, on.interference if on is not None else 1.0)
+    return searched_order(step, *prices, most, limit, seed, on)

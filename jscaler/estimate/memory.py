@@ -1,7 +1,7 @@
 """``Memory``: what one device holds while a step runs, by what it is for; and what of it an estimate sees."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -101,20 +101,29 @@ class MemoryEstimate:
     devices: Devices = ()
 
 
-def estimated_memory(step: StepPlan, donated: bool = True, capacity: int = 0) -> MemoryEstimate:
+def not_known(devices: Devices) -> int:
+    """What a device has, where nobody says."""
+    return 0
+
+
+def estimated_memory(step: StepPlan, donated: bool = True) -> MemoryEstimate:
     """Predict the memory of the devices that hold most, as XLA will allocate it on a GPU.
 
     Args:
         donated: whether state is updated in place: the next version of a leaf takes its buffer.
-        capacity: what a device has; 0 where that is not known.
     """
-    return max(memory_by_devices(step, donated, capacity), key=lambda found: found.memory.peak)
+    return max(memory_by_devices(step, donated), key=lambda found: found.memory.peak)
 
 
-def memory_by_devices(step: StepPlan, donated: bool = True, capacity: int = 0) -> tuple[MemoryEstimate, ...]:
+def memory_by_devices(
+    step: StepPlan, donated: bool = True, capacity: Callable[[Devices], int] = not_known
+) -> tuple[MemoryEstimate, ...]:
     """As `estimated_memory`, for each set of devices that hold alike: those of a stage, say.
 
     A device holds its arguments, what waits in slots for later blocks, and what the block that runs needs beside both.
+
+    Args:
+        capacity: what each of a set of devices has; 0 where that is not known.
     """
     donate = frozenset(step.graph.next_version.values()) if donated else frozenset[int]()
     names = LiveTensors(step.graph)
@@ -125,7 +134,7 @@ def memory_by_devices(step: StepPlan, donated: bool = True, capacity: int = 0) -
         runs[run.devices].append(run)
     worst = waiting.worst([one.found.peak for one in needs])
     held = zip(worst.values(), waiting.at(worst.values()), strict=True)
-    return tuple(_of_devices(step, run, runs[run.devices], needs, waits, capacity) for run, waits in held)
+    return tuple(_of_devices(step, run, runs[run.devices], needs, waits, capacity(run.devices)) for run, waits in held)
 
 
 def memory_over_time(

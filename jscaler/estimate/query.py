@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.collector import no_full_collections
-from jscaler.errors import DeviceError, PlanError, check_flag, shown
+from jscaler.errors import DeviceError, JscalerError, PlanError, check_flag, shown
 from jscaler.estimate.block_costs import BlockCost, block_costs, hop_seconds
 from jscaler.estimate.cost import Cost, DeviceShare, OpCost, Profiled
 from jscaler.estimate.profile import Profile, load_profile
@@ -117,8 +117,29 @@ def planned(graph: Any, plan: Any, cluster: Cluster, devices: int | None = None)
     if not callable(policy) and not isinstance(policy, Plan):
         raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {shown(policy)}")
     count = devices or (policy.num_devices if isinstance(policy, Plan) else cluster.num_devices)
-    made = with_searched_schedule(captured, transform(captured, policy, count, cost=cluster), cluster)
+    made = with_searched_schedule(
+        captured, transform(captured, policy, count, cost=cluster, price=price_of(captured, count, cluster)), cluster
+    )
     return lower(captured, made, cluster)
+
+
+def price_of(captured: Captured, devices: int, cluster: Any) -> Callable[[Any], tuple[float, float]] | None:
+    """What policies for ``captured`` take on a cluster: bytes beyond the memory of its devices, and seconds.
+
+    None where the cluster does not say what its devices are.
+    """
+    if not isinstance(cluster, Cluster) or cluster.device is None:
+        return None
+
+    def price(policy: Any) -> tuple[float, float]:
+        try:
+            found = cost(lower(captured, transform(captured, policy, devices, cost=cluster), cluster), None, cluster)
+        except JscalerError:
+            return math.inf, math.inf
+        beyond = sum(max(0, -one.memory.headroom) for one in found.by_devices if one.memory.capacity)
+        return float(beyond), found.seconds.total or 0.0
+
+    return price
 
 
 def _profiled(blocks: Sequence[BlockCost]) -> Profiled:
@@ -139,7 +160,7 @@ def _elapsed(step: StepPlan, blocks: Sequence[BlockCost], cluster: Cluster) -> t
         return None, at_peaks[0].seconds
     found = []
     for own, on in ((blocks, cluster), (at_peaks, bound)):
-        runs, _ = timed_step(step, [one.seconds for one in own], hop_seconds(step, on), interference=on.interference)
+        runs, _ = timed_step(step, [one.seconds for one in own], hop_seconds(step, on), on=on)
         found.append(max(one.end for one in runs))
     return found[0], found[1]
 

@@ -7,13 +7,13 @@ the last of these ends; what arrives from another group, from the begin of its f
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jscaler.errors import PlanError
 from jscaler.estimate.live import LiveTensors
 from jscaler.estimate.memory import memory_by_devices
-from jscaler.estimate.waiting import Held, Waiting, devices_alike
+from jscaler.estimate.waiting import Devices, Held, Waiting, devices_alike
 from jscaler.lower.instructions import Instruction, Run, Send, Slot
 from jscaler.lower.step_plan import StepPlan
 from jscaler.tables import BlockKind, Overlap, Table, TableCell
@@ -25,15 +25,18 @@ ORDER: tuple[BlockKind, ...] = ("F", "R", "B", "I", "W")  # of a stage's blocks 
 BACKWARDS: tuple[BlockKind, ...] = ("B", "I", "W")
 
 
+Limit = float | Callable[[Devices], float] | None
+
+
 def schedule_problem(
-    step: StepPlan, seconds: Sequence[float], hops: Sequence[float], memory: float | None = None, donated: bool = True
+    step: StepPlan, seconds: Sequence[float], hops: Sequence[float], memory: Limit = None, donated: bool = True
 ) -> tuple[Problem, Table]:
     """What is to be ordered of ``step``, and the table that it runs by.
 
     Args:
         seconds: of one run of each block.
         hops: of each transfer.
-        memory: bytes that a device has for the whole step; None for no limit.
+        memory: bytes that a device has for the whole step, or those that each of a group has; None for no limit.
         donated: whether the step updates its state in place.
 
     Raises:
@@ -54,13 +57,16 @@ def schedule_problem(
         return problem, table
     peaks = {one.devices: one.memory.peak for one in memory_by_devices(step, donated)}
     beside = [peaks[own] - held for own, held in zip(devices_alike(step), replay(problem, table).peaks, strict=True)]
+    limits: list[float] = []
     for devices, one in zip(devices_alike(step), beside, strict=True):
-        if one > memory:
+        limit = memory(devices) if callable(memory) else memory
+        limits.append(limit - one)
+        if one > limit:
             raise PlanError(
                 f"'{step.name}': devices {', '.join(map(str, devices))} hold {readable_bytes(one)} each beside what waits "
-                f"for later blocks; the limit is {readable_bytes(memory)}: give them more, or split the state further"
+                f"for later blocks; the limit is {readable_bytes(limit)}: give them more, or split the state further"
             )
-    return found.problem(step.name, step.spanning.loop.parts, tuple(memory - one for one in beside)), table
+    return found.problem(step.name, step.spanning.loop.parts, limits), table
 
 
 @dataclass

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from jscaler.clusters import Cluster, CostModel, find_cluster
 from jscaler.errors import PlanError
 from jscaler.estimate.block_costs import block_seconds, hop_seconds
-from jscaler.estimate.schedule_problem import schedule_problem
+from jscaler.estimate.schedule_problem import Limit, schedule_problem
 from jscaler.estimate.timed_step import timed_step
 from jscaler.lower.step_plan import StepPlan
-from jscaler.plans.balance import BALANCED_FOR
+from jscaler.plans.stage_groups import BALANCED_FOR
 from jscaler.primitives import Plan
 from jscaler.primitives.plan import Schedule
 from jscaler.stages import Captured, lower, reordered
@@ -70,23 +70,23 @@ def searched_order(
     step: StepPlan,
     blocks: Sequence[float],
     hops: Sequence[float],
-    memory: float | None,
+    memory: Limit,
     limit: float,
     seed: int,
-    interference: float = 1.0,
+    on: Cluster | None = None,
 ) -> Searched:
     """The best order of ``step``; raises as `jscaler.find_schedule`.
 
     Args:
         blocks, hops: seconds of a run of each block, and of each transfer.
-        memory: bytes of each device; None for no limit.
+        memory: bytes of each device, or of those of a group; None for no limit.
         limit: seconds of the solver.
-        interference: by which sends slow down blocks: in what is said of the step, not in the search.
+        on: by whose interference sends slow down blocks: in what is said of the step, not in the search.
     """
     problem, table = schedule_problem(step, blocks, hops, memory)
     found = search_schedule(problem, limit, seed, [table])
     best = _parts_together(step, found.table)
-    before, after = (_makespan(one, blocks, hops, interference) for one in (step, reordered(step, best)))
+    before, after = (_makespan(one, blocks, hops, on) for one in (step, reordered(step, best)))
     return Searched(best, after, before, found)
 
 
@@ -106,8 +106,13 @@ def _parts_together(step: StepPlan, table: Table) -> Table:
     return Table(tuple(map(tuple, rows)))
 
 
-def _makespan(step: StepPlan, blocks: Sequence[float], hops: Sequence[float], interference: float) -> float:
-    runs, _ = timed_step(step, blocks, hops, interference=interference)
+def most_of(cluster: Cluster) -> Limit:
+    """What the devices of a group may hold; no limit where the cluster does not say how much they have."""
+    return (lambda devices: MARGIN * cluster.of(devices).memory) if cluster.memory else None
+
+
+def _makespan(step: StepPlan, blocks: Sequence[float], hops: Sequence[float], on: Cluster | None) -> float:
+    runs, _ = timed_step(step, blocks, hops, on=on)
     return max((run.end for run in runs), default=0.0)
 
 
@@ -135,7 +140,7 @@ def with_searched_schedule(captured: Captured, plan: Plan, cost: CostModel) -> P
     for step in steps:
         prices = block_seconds(step, cluster), hop_seconds(step, cluster)
         try:
-            found.append(searched_order(step, *prices, MARGIN * cluster.memory or None, LIMIT, 0, cluster.interference))
+            found.append(searched_order(step, *prices, most_of(cluster), LIMIT, 0, cluster))
         except PlanError as error:
             failed.append(error)
     if not found:

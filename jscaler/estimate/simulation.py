@@ -55,11 +55,12 @@ def simulate(
     on = cluster if isinstance(cluster, Cluster) or cluster is None else find_cluster(cluster)
     step = step_of("simulate", lowered) if plan is None or on is None else planned(lowered, plan, on)
     blocks, hops = block_seconds_of(step, on, seconds), hop_seconds_of(step, on, hops)
-    runs, sent = timed_step(step, blocks, hops, sends, on.interference if on is not None else 1.0)
+    runs, sent = timed_step(step, blocks, hops, sends, on)
     alone, _ = timed_step(step, blocks, [0.0] * len(hops))
     exposed = max((one.end for one in runs), default=0.0) - max((one.end for one in alone), default=0.0)
     memory = memory_over_time(step, [(one.begin, one.end) for one in runs], donated)
-    return Timeline(step.name, tuple(runs), tuple(sent), memory, on.memory if on is not None else 0, exposed)
+    capacity = {own: on.of(own).memory if on is not None else 0 for own in memory}
+    return Timeline(step.name, tuple(runs), tuple(sent), memory, capacity, exposed)
 
 
 def block_seconds_of(

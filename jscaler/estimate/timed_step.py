@@ -9,6 +9,7 @@ a *rendezvous*, they take both ends' time.
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
+from jscaler.clusters import Cluster
 from jscaler.errors import PlanError, shown
 from jscaler.lower.instructions import Run, Send, Slot
 from jscaler.lower.step_plan import StepPlan
@@ -29,17 +30,19 @@ def timed_step(
     blocks: Sequence[float],
     hops: Sequence[float],
     sends: Sends = "asynchronous",
-    interference: float = 1.0,
+    on: Cluster | None = None,
 ) -> tuple[list[TimedRun], list[TimedSend]]:
     """All runs of blocks, and all sends, in the order of the instructions.
 
     Args:
         blocks: the seconds of one run of each block.
         hops: the seconds of each transfer.
-        interference: how many times as long a block takes while something is sent from or to its devices.
+        on: whose devices say how many times as long a block takes while something is sent from or to them; by default once.
     """
-    tasks = step_tasks(step, blocks, hops, sends)
-    return with_times(step, tasks, times_of(tasks, interference))
+    tasks, here = step_tasks(step, blocks, hops, sends), step.instructions.steps or (Run(0, (), ()),)
+    runs = (step.blocks[one.block].group.devices if isinstance(one, Run) else () for one in here)
+    beside = 1.0 if on is None else [on.of(own).interference if own else 1.0 for own in runs]
+    return with_times(step, tasks, times_of(tasks, beside))
 
 
 def step_tasks(step: StepPlan, blocks: Sequence[float], hops: Sequence[float], sends: Sends = "asynchronous") -> list[Task]:

@@ -170,7 +170,7 @@ def _messages(kind: str, rounds: Iterable[tuple[np.ndarray, float]], count: int,
     """Rounds of messages of given sizes between pairs of devices."""
     inside, between, leaving = 0.0, 0.0, 0.0
     for pairs, nbytes in rounds:
-        hosts = np.asarray(pairs).reshape(-1, 2) // cluster.devices_per_host
+        hosts = cluster.hosts_of(np.asarray(pairs).reshape(-1, 2))
         across = hosts[hosts[:, 0] != hosts[:, 1]]
         between += len(across) * nbytes / count
         inside += (len(hosts) - len(across)) * nbytes / count

@@ -44,6 +44,11 @@ def of_devices(cluster: Cluster, count: int) -> Cluster:
         return cluster
     if count > cluster.num_devices:
         raise DeviceError(f"{count} devices are asked for and the cluster '{cluster.name}' has {cluster.num_devices}")
+    if len(cluster.kinds) > 1:
+        raise DeviceError(
+            f"{count} devices are asked for and the cluster '{cluster.name}' has {cluster.num_devices} of several kinds; "
+            "give one that has those that count"
+        )
     per_host = min(count, cluster.devices_per_host)
     if count % per_host:
         legal = [n for n in divisors(count) if n <= cluster.devices_per_host]

@@ -129,7 +129,7 @@ class Search:
         if self.memory is None or not one.is_known:
             return one.none_fits
         if one.cost is not None or one.compiled_peak is not None:
-            return one.peak > self.memory
+            return not one.fits(self.memory)
         return one.peak > SURELY * self.memory
 
     def _look(self, family: Family, point: Point) -> Candidate:

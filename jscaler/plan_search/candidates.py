@@ -10,7 +10,7 @@ from jscaler.clusters import Cluster
 from jscaler.errors import JscalerError, PlanWarning
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.prices import NoPriceError, Price, Prices
-from jscaler.estimate.query import cost
+from jscaler.estimate.query import cost, price_of
 from jscaler.ir import Graph
 from jscaler.plan_search.program import NothingFitsError, fill
 from jscaler.primitives import Plan
@@ -71,6 +71,14 @@ class Candidate:
         assert self.price is not None
         return self.price.peak
 
+    def fits(self, memory: float | None) -> bool:
+        """Whether it fits, as well as that is known; into each device's own memory where they are of several kinds."""
+        if memory is None:
+            return True
+        if self.compiled_peak is None and self.cost is not None and len(self.cost.cluster.kinds) > 1:
+            return self.cost.fits is not False
+        return self.peak <= memory
+
     @property
     def busiest(self) -> float:
         """Seconds of the devices that have most to do, without waiting."""
@@ -97,7 +105,8 @@ class Candidates:
     @cached_property
     def floor(self) -> float:
         """Seconds that no plan is below: the products of the step, shared by all devices without loss."""
-        return self.prices.products / self.cluster.num_devices
+        kinds = ((kind.num_devices, replace(kind, hosts=1, devices_per_host=1)) for kind in self.cluster.kinds)
+        return 1 / sum(count / max(1e-12, Prices(self.graph, one).products) for count, one in kinds)
 
     def priced(self, point: Point, memory: float | None) -> Candidate:
         """``point``, planned and priced; by ``jscaler.cost`` where tables have no price.
@@ -121,9 +130,14 @@ class Candidates:
         return candidate
 
     def _price(self, candidate: Candidate) -> None:
-        policy = candidate.point.make()
-        plan = transform(self.prices.captured, policy, self.cluster.num_devices, cost=self.cluster)
+        captured, count = self.prices.captured, self.cluster.num_devices
+        several = len(self.cluster.kinds) > 1
+        price = price_of(captured, count, self.cluster) if several else None
+        plan = transform(captured, candidate.point.make(), count, cost=self.cluster, price=price)
         candidate.plan = replace(plan, name=candidate.text)
+        if several:  # tables know one kind of devices
+            self._cost(candidate)
+            return
         try:
             candidate.price = self.prices.of(candidate.plan)
         except NoPriceError:

@@ -83,7 +83,8 @@ class _Run:
         self.memory = memory if memory is not None else cluster.memory or None
         told(Progress("pricing one device"))
         self.candidates = Candidates(graph, cluster, donated)
-        self.at = Setting(cluster.num_devices, cluster.devices_per_host, batch_size(graph))
+        per_host = min(kind.devices_per_host for kind in cluster.kinds)
+        self.at = Setting(cluster.num_devices, per_host, batch_size(graph))
         points = [self._points(space) for space in spaces]
         self.search = Search(self.candidates, points, self.memory)
         if not self.search.num_points:

@@ -117,7 +117,7 @@ class Found:
         Args:
             one: the candidate, of ``candidates``.
         """
-        return self.memory is None or one.peak <= self.memory
+        return one.fits(self.memory)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -1,8 +1,9 @@
 """Where a row of ops, loops and layers is cut into stages, such that few tensors go across and the slowest is fastest.
 
 Cuts are chosen by dynamic programming, from those places where the fewest tensors go across; if groups of devices have
-several stages, by `jscaler.plans.chunk_cuts`. Seconds are those of ops and their backwards at the peaks of the cluster's
-devices: a launch for each op would make one layer of a small model as long as another.
+several stages, or are unlike, by `jscaler.plans.chunk_cuts`. Seconds are those of ops and their backwards at the peaks of
+the cluster's devices: a launch for each op would make one layer of a small model as long as another. Of unlike devices they
+are as reached, with launches: of a small model these make a fast device as slow as another.
 (After Narayanan et al., PipeDream, 2019, who measure layers.)
 """
 
@@ -13,17 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jscaler.clusters.device import DeviceKind, find_kind
+from jscaler.clusters.device import find_kind
 from jscaler.errors import PlanError
 from jscaler.ir import Body, Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.plans.attention import holds_contraction
 from jscaler.plans.chunk_cuts import StageOrder, cuts_of_chunks, shares_of
 from jscaler.plans.layers import weights_of
+from jscaler.plans.stage_groups import BALANCED_FOR, Speed
 from jscaler.primitives import Planner
 from jscaler.xla_model.work import work_of
 
-BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
 UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cross
 MANY_BYTES = 8  # times as many as cross at most places: logits, beside what goes from layer to layer
 EVEN = 1.02  # what a step may take longer, so that loops over layers are cut into equal ranges
@@ -50,8 +51,25 @@ class Unit:
 
 
 def balanced(
-    graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor], order: StageOrder | None = None
+    graph: Planner,
+    units: Sequence[Unit],
+    stages: int,
+    known: set[PTensor],
+    order: StageOrder | None = None,
+    speeds: Sequence[Speed] = (),
 ) -> list[int]:
+    """The first of `cuts_and_places`."""
+    return cuts_and_places(graph, units, stages, known, order, speeds)[0]
+
+
+def cuts_and_places(
+    graph: Planner,
+    units: Sequence[Unit],
+    stages: int,
+    known: set[PTensor],
+    order: StageOrder | None = None,
+    speeds: Sequence[Speed] = (),
+) -> tuple[list[int], list[int]]:
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones as `bottleneck` says.
 
     What all layers read alike (an encoder's result) does not count. More tensors, or far larger ones, go across where a
@@ -61,16 +79,18 @@ def balanced(
     if each group has one, a parameter is one ``jax.Array``. If layers do not divide, the first ranges have one more.
 
     Args:
-        order: if groups have several stages, that in which these run: cuts are those for which it is fastest.
+        order: if groups have several stages, or are unlike, that in which these run: it is fastest for the cuts.
+        speeds: of the group of each stage, if they are unlike.
+
+    Returns:
+        the cuts, and the places at which as few tensors go across, with work between them.
     """
     across = _across(graph, units, known)
     passes = _passing_by(graph, units)
     counts = [sum(i not in passes.get(t, ()) for t in tensors) for i, tensors in enumerate(across)]
-    device = (graph.device or find_kind(BALANCED_FOR)).at_peaks()
-    of_body: dict[Body, tuple[float, bool]] = {}
-    of_item = {id(unit.item): _seconds(unit.item, device, of_body) for unit in units}
-    seconds = [of_item[id(unit.item)] / unit.of for unit in units]
-    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    device = (graph.cluster is not None and graph.cluster.device) or find_kind(BALANCED_FOR)
+    rows = {speed: _sums(units, speed) for speed in speeds or [Speed(device.at_peaks())]}
+    sums = np.array([rows[speed] for speed in speeds]) if speeds else next(iter(rows.values()))
     nbytes = [sum(t.nbytes for t in tensors) for tensors in across]
     step = max if order is None else order.seconds
 
@@ -79,20 +99,24 @@ def balanced(
 
     best: list[int] | None = None
     allowed: set[int] = set()
-    least = step([max([sums[-1] / stages, *seconds])] * stages)
-    for places in _places(counts, nbytes, sums):
+    every = np.broadcast_to(sums, (stages, len(units) + 1))
+    least = step([max(1 / float((1 / every[:, -1]).sum()), float(np.diff(every).min(0).max()))] * stages)
+    little = LITTLE * sums[..., -1] / stages
+    for places in _places(counts, nbytes, every[0]):
         found = bottleneck(sums, places, nbytes, stages)
         if found is not None and order is not None:
-            by_group = cuts_of_chunks(sums, places, nbytes, order.groups, found, LITTLE * sums[-1] / stages)
+            by_group = cuts_of_chunks(sums, places, nbytes, order.groups, found, little)
             found = min(*by_group, found, key=taken)
         if found is not None and (best is None or taken(found) * UNEVEN < taken(best)):
             best, allowed = found, set(places)
         if best is not None and taken(best) <= least * UNEVEN:
             break
     if best is not None:
-        even = (cuts for cuts in _even(units, sorted(allowed), sums, nbytes, stages) if set(cuts) <= allowed)
+        places = sorted(allowed)
+        even = (cuts for cuts in _even(units, places, sums, nbytes, stages) if set(cuts) <= allowed)
         most = taken(best) * EVEN
-        return next((cuts for cuts in even if taken(cuts) <= most), best)
+        work = [i for i, place in enumerate(places) if not i or every[0, place] - every[0, places[i - 1]] > 0]
+        return next((cuts for cuts in even if taken(cuts) <= most), best), [places[i] for i in work]
     raise PlanError(
         f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "
         "with work in each; a loop is cut where it takes a stack of parameters apart, layer by layer (nn.scan, lax.scan)"
@@ -142,20 +166,21 @@ def bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], s
     None where there are too few places with work in between.
     """
 
-    def slowest(before: Cost, start: int, stop: int) -> Cost:
-        return (max(*before, sums[stop] - sums[start]),)
+    def slowest(before: Cost, stage: int, start: int, stop: int) -> Cost:
+        return (max(*before, sums[stage, stop] - sums[stage, start]),)
 
-    little = LITTLE * sums[-1] / stages
+    sums = np.broadcast_to(sums, (stages, sums.shape[-1]))
+    little = LITTLE * sums[:, -1] / stages
 
-    def sent(before: Cost, start: int, stop: int) -> Cost:
-        nbytes_here, own = nbytes[stop] if stop < len(sums) - 1 else 0.0, sums[stop] - sums[start]
-        return before[0] + (own < little), before[1] + nbytes_here, before[2] + own**2
+    def sent(before: Cost, stage: int, start: int, stop: int) -> Cost:
+        nbytes_here, own = nbytes[stop] if stop < len(sums[0]) - 1 else 0.0, sums[stage, stop] - sums[stage, start]
+        return before[0] + (own < little[stage]), before[1] + nbytes_here, before[2] + own**2
 
-    fastest = _least(sums, places, stages, slowest, (0.0,))
+    fastest = _least(sums, places, slowest, (0.0,))
     if fastest is None:
         return None
     most = fastest[0][0] * (1 + 1e-9)  # equal stages' sums differ by what is rounded
-    found = _least(sums, places, stages, sent, (0.0, 0.0, 0.0), most)
+    found = _least(sums, places, sent, (0.0, 0.0, 0.0), most)
     assert found is not None
     return found[1]
 
@@ -163,27 +188,27 @@ def bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], s
 def _least(
     sums: np.ndarray,
     places: Sequence[int],
-    stages: int,
-    joined: Callable[[Cost, int, int], Cost],
+    joined: Callable[[Cost, int, int, int], Cost],
     nothing: Cost,
     most: float = math.inf,
 ) -> tuple[Cost, list[int]] | None:
     """The cuts into stages of at most ``most`` work that cost least, and this cost.
 
     Args:
-        joined: the cost of the stages so far, with one more from a unit to another.
+        sums: of each stage.
+        joined: the cost of the stages so far, with one more, by its number, from a unit to another.
         nothing: the cost of no stage.
     """
-    best: dict[int, tuple[Cost, list[int]]] = {i: (joined(nothing, 0, i), [i]) for i in places if sums[i] <= most}
+    best: dict[int, tuple[Cost, list[int]]] = {i: (joined(nothing, 0, 0, i), [i]) for i in places if sums[0, i] <= most}
 
-    def ways_to(i: int) -> list[tuple[Cost, list[int]]]:
+    def ways_to(stage: int, i: int) -> list[tuple[Cost, list[int]]]:
         """One stage more, which ends at ``i``."""
-        starts = (j for j in best if j < i and 0 < sums[i] - sums[j] <= most)
-        return [(joined(best[j][0], j, i), [*best[j][1], i]) for j in starts]
+        starts = (j for j in best if j < i and 0 < sums[stage, i] - sums[stage, j] <= most)
+        return [(joined(best[j][0], stage, j, i), [*best[j][1], i]) for j in starts]
 
-    for _ in range(stages - 2):
-        best = {i: min(ways) for i in places if (ways := ways_to(i))}
-    ways = ways_to(len(sums) - 1)
+    for stage in range(1, len(sums) - 1):
+        best = {i: min(ways) for i in places if (ways := ways_to(stage, i))}
+    ways = ways_to(len(sums) - 1, len(sums[0]) - 1)
     return (min(ways)[0], min(ways)[1][:-1]) if ways else None
 
 
@@ -234,15 +259,22 @@ def _passing_by(graph: Planner, units: Sequence[Unit]) -> dict[PTensor, set[int]
     return found
 
 
-def _seconds(item: Item, device: DeviceKind, known: dict[Body, tuple[float, bool]]) -> float:
+def _sums(units: Sequence[Unit], speed: Speed) -> np.ndarray:
+    """Seconds of all units in front of each."""
+    of_body: dict[Body, tuple[float, bool]] = {}
+    of_item = {id(unit.item): _seconds(unit.item, speed, of_body) for unit in units}
+    return np.concatenate([[0.0], np.cumsum([of_item[id(unit.item)] / unit.of for unit in units])])
+
+
+def _seconds(item: Item, speed: Speed, known: dict[Body, tuple[float, bool]]) -> float:
     """Of all iterations of a loop, forward and backward; equal layers' bodies are the same."""
     if isinstance(item, Nest):
-        return item.loop.length * sum(_seconds(one, device, known) for one in item.items)
+        return item.loop.length * sum(_seconds(one, speed, known) for one in item.items)
     if item.body is None:
         return 0.0
     if item.body not in known:
         work = work_of(item.body.jaxpr)
-        known[item.body] = work.seconds(device), work.flops > 0
+        known[item.body] = speed.seconds(work), work.flops > 0
     forward, is_product = known[item.body]
     return forward * _times(item, is_product)
 

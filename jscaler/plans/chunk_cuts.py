@@ -1,11 +1,11 @@
-"""Where a row is cut into stages of which groups of devices have several: such that the slowest group is fastest.
+"""Where a row is cut into stages of which groups of devices have several, or whose groups are unlike: such that the slowest
+group is fastest.
 
 What a group does for a micro-batch is all of its stages. So a group that has a heavy stage (the logits) takes less in
 another. How long the single stages are counts where the pipeline fills and drains.
 """
 
 import bisect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ Cuts = list[int]
 
 @dataclass(frozen=True)
 class StageOrder:
-    """In which order groups run their stages, of which they have several.
+    """In which order groups run their stages, if they have several, or are unlike.
 
     Attributes:
         groups: the group of each stage.
@@ -90,7 +90,12 @@ class _Way:
 
 
 def cuts_of_chunks(
-    sums: np.ndarray, places: Sequence[int], nbytes: Sequence[float], groups: Sequence[int], start: Cuts, little: float
+    sums: np.ndarray,
+    places: Sequence[int],
+    nbytes: Sequence[float],
+    groups: Sequence[int],
+    start: Cuts,
+    little: float | np.ndarray,
 ) -> list[Cuts]:
     """Cuts at ``places``, those of the least `step_time` first; of equal ones those with the fewest stages that have little
     to do, then with the fewest bytes across, then with stages as equal as can be.
@@ -98,23 +103,25 @@ def cuts_of_chunks(
     A search stage by stage that follows the most promising ways; what cannot be faster than the best known is left.
 
     Args:
-        sums: seconds of all units in front of each place.
+        sums: seconds of all units in front of each place; or a row of them for each stage, if groups are unlike.
         nbytes: across each place.
         groups: the group of each stage.
         start: cuts that are known.
-        little: seconds; a stage with less has little to do.
+        little: seconds; a stage with less has little to do. Or those of each stage.
     """
-    stages, end = len(groups), len(sums) - 1
+    stages, end = len(groups), sums.shape[-1] - 1
+    few_of = np.broadcast_to(little, stages)
+    of_stage, fastest = np.broadcast_to(sums, (stages, end + 1)), sums.reshape(-1, end + 1).min(0)
     left = [[groups[stage + 1 :].count(group) for group in range(max(groups) + 1)] for stage in range(stages)]
 
     def longer(way: _Way, stage: int, stop: int) -> _Way:
         """``way`` with one stage more."""
         begin = way.cuts[-1] if way.cuts else 0
-        share = float(sums[stop] - sums[begin])
+        share = float(of_stage[stage, stop] - of_stage[stage, begin])
         loads = (*way.loads[: groups[stage]], way.loads[groups[stage]] + share, *way.loads[groups[stage] + 1 :])
         few, crossing, squares = way.ties
-        ties = few + (share < little), crossing + (nbytes[stop] if stop < end else 0), squares + share**2
-        rest, slowest = float(sums[end] - sums[stop]), max(way.slowest, share)
+        ties = few + (share < few_of[stage]), crossing + (nbytes[stop] if stop < end else 0), squares + share**2
+        rest, slowest = float(fastest[end] - fastest[stop]), max(way.slowest, share)
         behind = [(load, count) for load, count in zip(loads, left[stage], strict=True) if count]
         most, uneven, further = max(loads), 0.0, 0.0
         if behind:
@@ -124,7 +131,7 @@ def cuts_of_chunks(
         least = round((most + FILL * max(slowest, further)) / unit, 9)  # sums of equal stages differ by what is rounded
         return _Way(least, uneven, (*way.cuts, stop), loads, slowest, ties)
 
-    unit = float(sums[end])
+    unit = float(fastest[end])
     nothing = _Way(0.0, 0.0, (), (0.0,) * (max(groups) + 1), 0.0, (0.0, 0.0, 0.0))
     best = nothing
     for stage, stop in enumerate([*start, end]):
@@ -136,9 +143,9 @@ def cuts_of_chunks(
         of_place: dict[int, list[_Way]] = {}
         longest = (best.least * unit - unit / len(set(groups))) / FILL * (1 + 1e-9)
         for way in ways:
-            done = sums[way.cuts[-1]] if way.cuts else 0.0
+            done = of_stage[stage, way.cuts[-1]] if way.cuts else 0.0
             for stop in stops:
-                if 0 < sums[stop] - done <= longest:
+                if 0 < of_stage[stage, stop] - done <= longest:
                     one = longer(way, stage, stop)
                     if one.least <= best.least:
                         of_place.setdefault(stop, []).append(one)
@@ -152,4 +159,6 @@ def cuts_of_chunks(
 
 def shares_of(sums: np.ndarray, cuts: Sequence[int]) -> list[float]:
     """The seconds of each stage."""
-    return [float(sums[stop] - sums[start]) for start, stop in itertools.pairwise([0, *cuts, len(sums) - 1])]
+    ends = [*cuts, sums.shape[-1] - 1]
+    rows = np.broadcast_to(sums, (len(ends), sums.shape[-1]))
+    return [float(row[stop] - row[start]) for row, start, stop in zip(rows, [0, *cuts], ends, strict=True)]

@@ -21,6 +21,7 @@ from jscaler.plans.balance import Unit, balanced
 from jscaler.plans.chunk_cuts import StageOrder
 from jscaler.plans.find_ends import find_ends
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
+from jscaler.plans.stage_groups import Speed
 from jscaler.primitives import Planner
 from jscaler.text.units import counted
 from jscaler.xla_model.work import work_of
@@ -37,6 +38,8 @@ def find_stages(
     passes: int = 0,
     words: Words | None = None,
     order: StageOrder | None = None,
+    speeds: Sequence[Speed] = (),
+    cut: Callable[..., list[int]] = balanced,
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
@@ -44,7 +47,9 @@ def find_stages(
     Args:
         passes: of a model that goes over its own output, how many stages one pass has.
         words: if the first and the last stage are the model's ends, its tables of words, with their dims of words.
-        order: if groups have several stages, that in which these run.
+        order: if groups have several stages, or are unlike, that in which these run.
+        speeds: of the group of each stage, if they are unlike.
+        cut: cuts rows, in place of `balanced`.
 
     Raises:
         PlanError: there are too few places where the model can be cut, or it has no ends.
@@ -59,7 +64,7 @@ def find_stages(
     def cuts_of(chain: Sequence[Unit], stages: int) -> list[int]:
         if layers is not None:
             return _between_layers(chain, layers, stages, at)
-        return _named(chain, at, stages) if at is not None else balanced(graph, chain, stages, known, order)
+        return _named(chain, at, stages) if at is not None else cut(graph, chain, stages, known, order, speeds[:stages])
 
     def stages_of(chain: Sequence[Unit]) -> dict[tuple[int, int], int]:
         if words is not None and (at is None or len(at) != stages - 1):

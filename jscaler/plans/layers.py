@@ -195,7 +195,7 @@ def stacks_of(graph: Planner, given: Iterable[PTensor] = ()) -> set[str]:
 def of_parameters(graph: Planner, given: Iterable[PTensor] = ()) -> set[PTensor]:
     """Parameters, and what is made of them alone before a gradient is taken; of an evaluation the state that it follows."""
     given, memo = tuple(given), graph.graph.memo
-    key = "of parameters", given, graph.stored
+    key = "of parameters", given, frozenset(graph.stored)
     if key not in memo:
         memo[key] = _of_parameters(graph, given)
     return set(memo[key])

@@ -17,17 +17,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jscaler.errors import PlanError, check_count, divisors
+from jscaler.errors import PlanError
 from jscaler.plans.accumulate import MICROBATCH, accumulate
 from jscaler.plans.alone import Alone, Apart
 from jscaler.plans.argument_types import checked
+from jscaler.plans.balance import balanced
 from jscaler.plans.chunk_cuts import StageOrder
+from jscaler.plans.cuts_as_stored import CutsAsStored
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.factors import Dims
 from jscaler.plans.find_stages import find_stages, stages_of_all, taken_apart
 from jscaler.plans.layers import find_layers
 from jscaler.plans.regions import recompute_rest
 from jscaler.plans.single import single
+from jscaler.plans.stage_groups import check_one_size, count_of, groups_of, speeds_of
+from jscaler.plans.tried_rows import TriedRows, fastest_rows
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
 from jscaler.tables import Published, Table, find_schedule, schedule_named
@@ -38,7 +42,7 @@ from jscaler.text.units import counted
 
 @checked
 def pipeline(
-    stages: int,
+    stages: int | Sequence[Any],
     microbatches: int,
     schedule: "Published | Table | str" = "1f1b",
     plan: Callable[..., Any] | None = None,
@@ -55,7 +59,8 @@ def pipeline(
     """``plan`` on the devices of each stage, and micro-batches that follow each other through the stages.
 
     Args:
-        stages: how many groups of devices; must divide the number of devices. Neighbours share a group.
+        stages: how many groups of devices; must divide the number of devices. Neighbours share a group. Or the sizes of
+            groups, ``[8, 4]``, or their devices, ``[[0, 1], [2]]``.
         microbatches: how many; must divide each device's part of the batch.
         schedule: the name of a published one (``jscaler.tables.SCHEDULES``, docs/schedules.md); or a table, or its text or
             file, see `Table`. It says where stages lie: of a table of one's own, in whose row they stand. ``"search"``: the
@@ -67,7 +72,8 @@ def pipeline(
         vocabulary: tables of words, at which the ends are found that lie on all devices; as for `vocab_parallel`.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
         at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
-            balanced by the seconds of their ops and backwards at the peaks of the cluster's devices. With
+            balanced by the seconds of their ops and backwards at the peaks of the cluster's devices; where groups are
+            unlike, by what is reached of each. With
             ``"interlaced"`` the stages between the ends; or two more, which say where these are.
         recompute: have stages compute their layers again, of which they keep what enters them: in blocks R of their own
             right in front of each backward (``"late"``, as ``"1f1b+R"``) or one block earlier (``"early"``), or as a part
@@ -88,16 +94,8 @@ def pipeline(
         1F0 1B0 1F1 1B1
     """
     inner = plan or single()
-    check_count("pipeline: stages", stages)
-    wanted = find_schedule(schedule)
-    if recompute in ("early", "late"):
-        if not isinstance(wanted, Published) or schedule_named(wanted.name + MARKS[recompute]) is None:
-            raise PlanError(
-                f"pipeline: recompute='{recompute}' puts blocks R into a published schedule that has none, and "
-                f"{'the table has its own' if isinstance(wanted, Table) else repr(wanted.name) + ' is none'}; give "
-                "recompute='with', or R in the table"
-            )
-        wanted = recomputing(wanted, recompute)
+    given, stages = stages, count_of(stages)
+    wanted = _recomputing(find_schedule(schedule), recompute)
     lies = _lies(wanted, stages, microbatches, chunks)
     everywhere = isinstance(wanted, Published) and wanted.everywhere
     passes = isinstance(wanted, Published) and wanted.passes
@@ -105,35 +103,42 @@ def pipeline(
     table = wanted.table(stages, microbatches, chunks) if isinstance(wanted, Published) else wanted
     in_chunks = count > stages and not everywhere and not passes
     searched = isinstance(wanted, Published) and wanted.searched
-    order = StageOrder.of(lies, None if searched else table) if in_chunks else None
+    whole = not everywhere and not passes and not searched
+    order = StageOrder.of(lies[:stages] if passes else lies, table if whole else None)
     again = {cell.stage for cell in table.cells() if cell.kind in ("BI" if recompute == "with" else "R")}
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
-    def policy(graph: Planner, devices: np.ndarray) -> None:
-        if devices.size % stages:
-            legal = divisors(devices.size)
-            raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
+    def staged(graph: Planner, devices: np.ndarray, rows: TriedRows | None) -> None:
+        own = groups_of(given, devices)
+        if turned is not None:
+            check_one_size(own, f"under '{schedule}' micro-batches take turns on them")
+        speeds = speeds_of([own[group] for group in lies], graph.cluster, plan is not None)
+        if speeds and rows is None and graph.price is not None and at is None and layers is None:
+            rows = fastest_rows(graph.price, lambda rows: lambda graph, devices: staged(graph, devices, rows))
         found: dict[str, int] = {}
         words = tables_of_words(graph, vocabulary) if everywhere else None
         if count > 1:
-            found = find_stages(graph, count, at, layers, batch, stages if passes else 0, words, order)
+            follows = graph.stored and not graph.calls and not everywhere and not passes
+            cut = CutsAsStored([frozenset(own[group].tolist()) for group in lies]) if follows else rows or balanced
+            unlike = order if in_chunks or speeds else None, speeds, cut
+            found = find_stages(graph, count, at, layers, batch, stages if passes else 0, words, *unlike)
         if count > 1 and not found:
             return  # it only follows state, and goes where that lies
 
         def in_stages(graph: Planner, devices: np.ndarray) -> None:
-            grid = devices.reshape(stages, -1)
             if count == 1:
                 inner(graph, devices)
                 return
             here = {path: where for path, where in found.items() if path in graph.by_path}  # others were fused
-            groups = [*([devices] if everywhere else []), *grid[lies], *([devices] if everywhere else [])]
-            for stage, group in enumerate(groups):
-                own = [path for path, where in here.items() if where == stage]
-                graph.on_devices(own, group, None if turned is None else grid[turned[stage]], MICROBATCH)
+            ends_on = [devices] if everywhere else []
+            for stage, group in enumerate([*ends_on, *(own[group] for group in lies), *ends_on]):
+                paths = [path for path, where in here.items() if where == stage]
+                graph.on_devices(paths, group, None if turned is None else own[turned[stage]], MICROBATCH)
             stage_of = stages_of_all(graph, here, batch)
             outside = {path for path, stage in stage_of.items() if everywhere and stage in (0, count - 1)}
             between = {path: stage - everywhere for path, stage in stage_of.items() if path not in outside}
-            graph.on_stages(inner, between, grid[lies], None if turned is None else grid[turned], MICROBATCH)
+            turns = None if turned is None else [own[group] for group in turned]
+            graph.on_stages(inner, between, [own[group] for group in lies], turns, MICROBATCH)
             if everywhere:
                 at_ends = ends or (vocab_parallel(vocabulary) if words else inner)
                 graph.on_stages(at_ends, dict.fromkeys(outside, 0), devices.reshape(1, -1))
@@ -143,8 +148,11 @@ def pipeline(
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
+    def policy(graph: Planner, devices: np.ndarray) -> None:
+        staged(graph, devices, None)
+
     policy.alone = Alone(per_microbatch, lambda alone: pipeline(
-        stages, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, alone, chunks, ends, vocabulary,
+        given, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, alone, chunks, ends, vocabulary,
         recompute,
     ))  # fmt: skip
     policy.without_stages = plan or data_parallel(batch)  # what `jscaler.compare` puts beside it
@@ -155,6 +163,19 @@ def pipeline(
         accumulate(microbatches, policy.without_stages, batch, accumulate_dtype, per_microbatch),
     )
     return policy
+
+
+def _recomputing(wanted: Published | Table, recompute: str | None) -> Published | Table:
+    """A schedule with blocks R where ``recompute`` puts some; raises PlanError where it has no place for them."""
+    if recompute not in ("early", "late"):
+        return wanted
+    if not isinstance(wanted, Published) or schedule_named(wanted.name + MARKS[recompute]) is None:
+        raise PlanError(
+            f"pipeline: recompute='{recompute}' puts blocks R into a published schedule that has none, and "
+            f"{'the table has its own' if isinstance(wanted, Table) else repr(wanted.name) + ' is none'}; give "
+            "recompute='with', or R in the table"
+        )
+    return recomputing(wanted, recompute)
 
 
 def _lies(schedule: Published | Table, groups: int, microbatches: int, chunks: int | None) -> list[int]:

@@ -20,18 +20,20 @@ def make_plan(
     num_devices: int,
     bodies: BodyTable | None = None,
     stores: Sequence[Decision] = (),
-    device: Any = None,
+    cluster: Any = None,
+    price: Callable[..., tuple[float, float]] | None = None,
 ) -> Plan:
     """Run ``policy`` on ``graph`` and ``num_devices`` logical devices; ``stores`` are decided before.
 
-    ``bodies`` interns the bodies of fused ops; ``device`` is the kind of the devices, where that is known.
+    ``bodies`` interns the bodies of fused ops; ``cluster`` has the devices, where that is known, and
+    ``price`` says what another policy for the same takes: bytes beyond the memory of devices, and seconds.
 
     Raises:
         PlanError: the policy takes other arguments than the graph and the devices; it has a schedule, and nothing in time;
             and what its decisions raise.
     """
     _check_policy(policy)
-    planner = Planner(graph, num_devices, bodies, stores, device)
+    planner = Planner(graph, num_devices, bodies, stores, cluster, price)
     made = policy(planner, np.arange(num_devices))
     planner.over = True
     name = getattr(policy, "__name__", "policy")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,16 +90,17 @@ class Planner(GraphView):
 
     def __init__(
         self, graph: Graph, num_devices: int, bodies: BodyTable | None = None, stores: Sequence[Decision] = (),
-        device: Any = None,
+        cluster: Any = None, price: Any = None,
     ):  # fmt: skip
         self.source = graph  # before any op was fused
         self.num_devices = num_devices
-        self.device = device  # a `DeviceKind`: what the devices of the cluster are, where that was said
+        self.cluster = cluster  # a `Cluster`, where one was said: what the devices are, and what links them
+        self.price = price  # policy -> bytes beyond what devices have, and seconds; None where nobody knows
         self._whole = num_devices  # devices that the running policy was given
         self._bodies = bodies if bodies is not None else BodyTable()
         self.graph = restructured(graph, stores, self._bodies)
-        # inputs whose layout is given: that of a step that is followed
-        self.stored = frozenset(s.leaf for s in stores if isinstance(s, Store))
+        # inputs whose layout is given, that of a step that is followed, and their devices
+        self.stored = {s.leaf: frozenset(s.devices) for s in stores if isinstance(s, Store)}
         self._decisions: list[Decision] = list(stores)
         self._assigned: set[str] = set()
         self._grids: dict[str, Grid] = {}
@@ -426,8 +427,8 @@ class Planner(GraphView):
         self,
         policy: Policy,
         stage_of: Mapping[str, int],
-        devices: np.ndarray,
-        turned: np.ndarray | None = None,
+        devices: np.ndarray | Sequence[Any],
+        turned: np.ndarray | Sequence[Any] | None = None,
         axis: str = "microbatch",
     ) -> None:
         """Run a policy that is written for the devices of one stage, and carry out what it says on those of each op's.
@@ -435,7 +436,7 @@ class Planner(GraphView):
         Args:
             policy: the policy, which is given the numbers from 0 on.
             stage_of: path of an op, or of an input -> its stage; other ops have none, and are left open.
-            devices: (stages, devices of each).
+            devices: (stages, devices of each), or a list of rows of several lengths: the policy is run for each length.
             turned: the same for every second part along a time axis, where these lie elsewhere.
             axis: the name of that time axis.
 
@@ -448,19 +449,48 @@ class Planner(GraphView):
             >>> stages = {op.path: int(not op.path.startswith("attention")) for op in graph.forward()}
             >>> graph.on_stages(plans.data_parallel(), stages, devices.reshape(2, 2))
         """
-        devices = _device_array("on_stages", devices)
-        check_stages(self.graph, stage_of, devices)
+        rows = _device_rows("on_stages", devices)
+        check_stages(self.graph, stage_of, rows)
+        turns = None if turned is None else _device_rows("on_stages", turned)
+        sizes = dict.fromkeys(map(len, rows))
+        for number, size in enumerate(sizes):
+            own = {path: stage for path, stage in stage_of.items() if len(rows[stage]) == size}
+            others = stage_of.keys() - own.keys()
+            try:
+                self._on_rows(policy, size, own, others, number > 0, rows, turns, axis)
+            except SplitError as error:
+                if len(sizes) == 1:
+                    raise
+                where = ", ".join(str(list(row)) for row in rows if len(row) == size)
+                raise error.within(f"groups have {' and '.join(map(str, sizes))} devices, and this is on {where}") from None
+
+    def _on_rows(
+        self, policy: Policy, size: int, stage_of: Mapping[str, int], others: Set[str], again: bool,
+        devices: Sequence[Sequence[int]], turned: Sequence[Sequence[int]] | None, axis: str,
+    ) -> None:  # fmt: skip
+        """`on_stages` for those that have so many devices; ``others`` are of stages of other sizes.
+
+        Args:
+            again: whether the policy has run for stages of another size, and has said what is of no stage.
+        """
         first, grids, sharded = len(self._decisions), dict(self._grids), set(self._sharded)
+
+        def is_left(path: str, if_of_none: bool) -> bool:
+            """Whether what is said of an op now is not for its stage."""
+            return path not in stage_of and (again or path in others or if_of_none)
+
         # a policy for some stages does not meet what one for other stages has said
-        elsewhere = {path for path, grid in grids.items() if path not in stage_of and not self._only_in_time(grid)}
+        elsewhere = {path for path, grid in grids.items() if is_left(path, not self._only_in_time(grid))}
         self._grids = {path: grid for path, grid in grids.items() if path not in elsewhere}
         self._assigned -= elsewhere
         self._sharded = sharded & stage_of.keys()
-        self._whole = devices.shape[1]
-        policy(self, np.arange(self._whole))
+        self._whole = size
+        policy(self, np.arange(size))
         self._whole = self.num_devices
         said = self._decisions[first:]
-        open_ops = elsewhere | {d.op for d in said if isinstance(d, Assign) and d.op not in stage_of}
+        open_ops = elsewhere | {
+            d.op for d in said if isinstance(d, Trans | Assign) and is_left(d.op, isinstance(d, Assign))
+        }
         self._grids = {path: grid for path, grid in self._grids.items() if path not in open_ops}
         self._grids |= {path: grid for path, grid in grids.items() if path in open_ops}
         self._sharded = sharded | (self._sharded & stage_of.keys())
@@ -470,7 +500,7 @@ class Planner(GraphView):
         move = _Moved(
             stage_of, devices, turned, {op: own for op, own in axes.items() if any(a.time == axis for a in own)}, axis
         )
-        rows = np.stack([devices] if turned is None else [devices, turned], axis=1).tolist()
+        rows = [[row] for row in devices] if turned is None else [list(pair) for pair in zip(devices, turned, strict=True)]
         self._decisions[first:] = [move(decision) for decision in shards_on_stages(self.graph, kept, stage_of, rows)]
         self._assigned = {decision.op for decision in self._decisions if isinstance(decision, Assign)}
 
@@ -687,6 +717,15 @@ def _device_array(function: str, devices: Any) -> np.ndarray:
         ) from None
 
 
+def _device_rows(function: str, devices: Any) -> list[list[int]]:
+    """A row of devices for each stage, of one length or of several."""
+    rows = [_device_array(function, row) for row in devices]
+    if not rows or any(row.ndim != 1 for row in rows):
+        shape = _device_array(function, devices).shape
+        raise PlanError(f"{function} takes an array of devices with a row for each stage, not one of shape {shape}")
+    return [list(_device_numbers(function, row)) for row in rows]
+
+
 def _device_numbers(function: str, devices: Any) -> tuple[int, ...]:
     """An array of devices in a row; raises PlanError where they are no whole numbers."""
     array = _device_array(function, devices)
@@ -715,13 +754,12 @@ class _Moved:
     def __init__(
         self,
         stage_of: Mapping[str, int],
-        devices: np.ndarray,
-        turned: np.ndarray | None,
+        devices: Sequence[Sequence[int]],
+        turned: Sequence[Sequence[int]] | None,
         axes: Mapping[str, tuple[GridAxis, ...]],
         axis: str,
     ):
-        self._stage_of, self._devices = stage_of, devices.tolist()
-        self._turned = None if turned is None else turned.tolist()
+        self._stage_of, self._devices, self._turned = stage_of, devices, turned
         self._axes, self._axis = axes, axis
         self._places: dict[tuple[int, int], tuple[tuple[Place, ...], tuple[Place, ...]]] = {}
 

@@ -1,6 +1,6 @@
 """Whether `on_devices` and `on_stages` name devices and stages that there are, and ops and inputs of the graph."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,13 @@ def check_on_devices(decision: OnDevices, num_devices: int) -> None:
         raise PlanError(f"on_devices: a stage is a number, 0 or more, and not {shown(stage)}")
 
 
-def check_stages(graph: Graph, stage_of: Any, devices: np.ndarray) -> None:
+def check_stages(graph: Graph, stage_of: Any, devices: Sequence[Sequence[int]]) -> None:
     """Compare the stage of each path with the graph and the rows of ``devices``.
 
     Raises:
         UnknownNameError: there is no such op or input.
-        PlanError: ``devices`` are not a row for each stage, or there is no such stage.
+        PlanError: there is no such stage.
     """
-    if devices.ndim != 2:
-        raise PlanError(f"on_stages takes an array of devices with a row for each stage, not one of shape {devices.shape}")
     if not isinstance(stage_of, Mapping):
         raise PlanError(f"on_stages takes the stage of each path, as in {{'mlp/dot': 0}}, not {shown(stage_of)}")
     inputs = {tensor.name for tensor in graph.inputs}

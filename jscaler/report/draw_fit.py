@@ -41,7 +41,7 @@ def fit_figure(found: "Fit", title: str) -> "Figure":
     heading = f"memory of one device over a step, {found.cluster.name}\n{title}"
     figure.suptitle(heading, fontsize=10, weight="bold", color=INK, x=0.01, ha="left")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel().tolist()
-    scale, chosen = _Scale.of(found.cluster.memory, [one.peak for one in shown]), found.chosen
+    scale, chosen = _Scale.of(max(part.memory for part in found.cluster.kinds), [one.peak for one in shown]), found.chosen
     for axes, one in zip(panels, shown, strict=False):
         _panel(axes, one, scale, one is chosen)
     for axes in panels[len(shown) :]:
@@ -53,19 +53,18 @@ def fit_figure(found: "Fit", title: str) -> "Figure":
 
 @dataclass(frozen=True)
 class _Scale:
-    """What the panels share: a unit, the top of the bars' room, and what a device has, in units."""
+    """What the panels share: a unit, and the top of the bars' room in units."""
 
     unit: str
     size: int
     top: float
-    capacity: float
 
     @staticmethod
     def of(capacity: int, peaks: Sequence[int]) -> "_Scale":
         highest = 1.2 * max(peaks, default=capacity)
         top = highest if highest < LOW * capacity else min(TALLEST * capacity, max(1.15 * capacity, highest))
         unit, size = ("GiB", GIB) if top > GIB // 10 else ("MiB", 1 << 20)
-        return _Scale(unit, size, top / size, capacity / size)
+        return _Scale(unit, size, top / size)
 
 
 def _shown(found: "Fit") -> list["Tried"]:
@@ -82,13 +81,13 @@ def _panel(axes: "Axes", one: "Tried", scale: _Scale, chosen: bool) -> None:
     moments = [max((timeline[i] for i in part), key=lambda m: m.nbytes) for part in parts]
     _bars(axes, moments, scale.size)
     _phases(axes, phases(moments, {path: op.kind for path, op in one.cost.by_op.items()}), top)
-    device = f"a device: {readable_bytes(one.cost.cluster.memory)}"
-    if scale.capacity < top:
-        axes.axhline(scale.capacity, color=INK, linewidth=1.2, linestyle="--")
-        axes.text(0, scale.capacity, device, fontsize=7, color=INK, va="bottom")
+    device, capacity = f"a device: {readable_bytes(one.capacity)}", one.capacity / scale.size
+    if capacity < top:
+        axes.axhline(capacity, color=INK, linewidth=1.2, linestyle="--")
+        axes.text(0, capacity, device, fontsize=7, color=INK, va="bottom")
     else:
         axes.text(0, top, f"{device} ↑", fontsize=7, color=INK, va="top")
-    _peak(axes, moments, memory, scale)
+    _peak(axes, moments, memory, scale, capacity)
     axes.set(xlim=(-0.5, len(moments) - 0.5), ylim=(-0.06 * top, top), xticks=[])
     axes.set_ylabel(scale.unit, fontsize=8)
     axes.tick_params(axis="y", labelsize=8, labelleft=True)
@@ -129,7 +128,7 @@ def _phases(axes: "Axes", found: Sequence[tuple[str, int, int]], top: float) -> 
             axes.text(middle, -0.03 * top, kind, fontsize=7, color=FAINT, ha="center", va="center")
 
 
-def _peak(axes: "Axes", moments: Sequence[Moment], memory: Memory, scale: _Scale) -> None:
+def _peak(axes: "Axes", moments: Sequence[Moment], memory: Memory, scale: _Scale, capacity: float) -> None:
     at, top = max(range(len(moments)), key=lambda i: moments[i].nbytes), scale.top
     height = moments[at].nbytes / scale.size
     cut = height > 0.94 * top
@@ -139,6 +138,6 @@ def _peak(axes: "Axes", moments: Sequence[Moment], memory: Memory, scale: _Scale
     note["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
     axes.plot([at], [here], marker="^" if cut else "v", color=BEYOND if cut else INK, markersize=5)
     label = here + (-0.035 if cut else 0.03) * top
-    if abs(label - scale.capacity) < 0.06 * top:
-        label = scale.capacity + 0.06 * top  # above what is said of a device
+    if abs(label - capacity) < 0.06 * top:
+        label = capacity + 0.06 * top  # above what is said of a device
     axes.text((len(moments) - 1) / 2, label, text, **note)

@@ -120,8 +120,8 @@ def _memory(axes: "Axes", timeline: Timeline, scale: float) -> None:
         axes.step(
             [t / scale for t in times], [n / size for n in sizes], where="post", lw=1, color=color, label=devices_text(own)
         )
-    if timeline.capacity:
-        axes.axhline(timeline.capacity / size, color=FAINT, lw=1, ls="--")
+    for capacity in {*timeline.capacity.values()} - {0}:
+        axes.axhline(capacity / size, color=FAINT, lw=1, ls="--")
     axes.set_ylabel(unit, fontsize=8)
     axes.set_ylim(bottom=0)
     axes.tick_params(labelsize=8)

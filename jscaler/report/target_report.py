@@ -125,8 +125,8 @@ class TargetReport(Shown, Inspectable):
 
     @property
     def fullest(self) -> DeviceMemory:
-        """The devices that hold most."""
-        return max(self.by_devices, key=lambda one: one.memory.peak)
+        """The devices that have the least left."""
+        return min(self.by_devices, key=lambda one: one.memory.headroom)
 
     @property
     def memory(self) -> Memory:
@@ -171,11 +171,11 @@ class TargetReport(Shown, Inspectable):
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for ``--json``."""
-        device = self.cluster.device
+        kinds = [part.device.name for part in self.cluster.kinds if part.device is not None]
         return {
             "plan": self.plan.name,
             "target": self.cluster.name,
-            "device": device.name if device else None,
+            "device": "+".join(dict.fromkeys(kinds)) or None,
             "devices": self.cluster.num_devices,
             "memory": self.memory.as_json(),
             "contributors": [dataclasses.asdict(c) for c in self.contributors],
@@ -216,19 +216,19 @@ def xla_bytes(stats: Any) -> dict[str, int]:
     return {name: int(getattr(stats, f"{name}_size_in_bytes")) for name in names}
 
 
-def collective_rows(text: str, devices: Sequence[int], devices_per_host: int, times: int = 1) -> tuple[CollectiveRow, ...]:
+def collective_rows(text: str, devices: Sequence[int], cluster: Cluster, times: int = 1) -> tuple[CollectiveRow, ...]:
     """The collectives in a compiled module, like ones together, the most bytes first.
 
     Args:
         devices: the logical device at each position of the program's device list.
-        devices_per_host: device d sits on host ``d // devices_per_host``.
+        cluster: whose hosts the devices sit on.
         times: how often the module runs in a step.
     """
     found: dict[Any, list[HloCollective]] = {}
     for one in collectives(text):
         groups = tuple(tuple(devices[i] for i in group) for group in one.groups)
         pairs = tuple((devices[a], devices[b]) for a, b in one.pairs)
-        crosses = any(len({d // devices_per_host for d in group}) > 1 for group in (*groups, *pairs))
+        crosses = any(cluster.spans_hosts(group) for group in (*groups, *pairs))
         found.setdefault((one.kind, one.dtypes, one.members, groups, crosses), []).append(one)
     rows = [
         CollectiveRow(
@@ -246,8 +246,9 @@ def collective_rows(text: str, devices: Sequence[int], devices_per_host: int, ti
     return tuple(sorted(rows, key=lambda r: -r.sent))
 
 
-def send_rows(step: StepPlan, devices_per_host: int) -> tuple[CollectiveRow, ...]:
-    """What groups send to each other, like hops together: ``sent`` by each device of the first group, in the mean."""
+def send_rows(step: StepPlan, cluster: Cluster | None = None) -> tuple[CollectiveRow, ...]:
+    """What groups send to each other, like hops together: ``sent`` by each device of the first group, in the mean. Without
+    a cluster all devices are on one host."""
     found: dict[Any, tuple[int, int]] = {}
     for one in step.instructions.steps:
         if isinstance(one, Send):
@@ -258,7 +259,7 @@ def send_rows(step: StepPlan, devices_per_host: int) -> tuple[CollectiveRow, ...
             found[key] = count + 1, nbytes + sent.crossing.sent * sent.tensor.itemsize
     rows = []
     for (dtype, ends), (count, nbytes) in ((key, figures) for key, figures in found.items() if figures[1]):
-        crosses = len({d // devices_per_host for end in ends for d in end}) > 1
+        crosses = cluster is not None and cluster.spans_hosts([*ends[0], *ends[1]])
         payload = nbytes // len(ends[1])
         rows.append(CollectiveRow(SEND, (dtype,), count, payload, nbytes / len(ends[0]), 2, ends, crosses))
     return tuple(sorted(rows, key=lambda r: -r.sent))
@@ -283,10 +284,8 @@ def together(rows: Iterable[CollectiveRow]) -> tuple[CollectiveRow, ...]:
 
 def heading(report: TargetReport) -> str:
     """One line: the plan and the cluster."""
-    cluster, device = report.cluster, report.cluster.device
-    assert device is not None
-    hosts = f"{cluster.hosts} hosts of {cluster.devices_per_host} " if cluster.hosts > 1 else f"{cluster.num_devices} "
-    return f"plan {report.plan.name} on {cluster.name}: {hosts}{device.description}, compiled without them"
+    cluster = report.cluster
+    return f"plan {report.plan.name} on {cluster.name}: {cluster.described_hosts()}, compiled without them"
 
 
 def verdict(memory: Memory) -> str:

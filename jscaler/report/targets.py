@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from jscaler.clusters import Cluster, DeviceKind, find_cluster
@@ -50,7 +51,8 @@ def described_devices(cluster: str | os.PathLike[str] | Cluster) -> list[Device]
             ``find_cluster`` takes, a TOML file of one's own included; or a `Cluster` that says its device kind.
 
     Returns:
-        the devices, host by host: device d of n per host has ``process_index == d // n``.
+        the devices, host by host: device d of n per host has ``process_index == d // n``. Those of several kinds are in no
+        mesh together.
 
     Raises:
         UnknownNameError: no such cluster or device kind.
@@ -64,7 +66,17 @@ def described_devices(cluster: str | os.PathLike[str] | Cluster) -> list[Device]
         True
     """
     found = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
-    return list(_devices(found.hosts, found.devices_per_host, device_kind(found)))
+    kinds = [device_kind(found.of([device])) for device in range(found.num_devices)]
+    described = {kind: described_as(found, kind) for kind in kinds}
+    return [described[kind][device] for device, kind in enumerate(kinds)]
+
+
+def described_as(cluster: Cluster, kind: DeviceKind) -> list[Device]:
+    """The devices of a cluster as they would be if all were of one kind; raises as `described_devices`."""
+    every = _devices(cluster.hosts, cluster.devices_per_host, kind)
+    hosts = cluster.hosts_of(np.arange(cluster.num_devices))
+    on_host = np.arange(len(hosts)) - np.searchsorted(hosts, hosts)  # smaller hosts have the first devices of the largest
+    return [every[host * cluster.devices_per_host + number] for host, number in zip(hosts, on_host, strict=True)]
 
 
 def plugin_installed() -> bool:
@@ -73,10 +85,10 @@ def plugin_installed() -> bool:
 
 
 def device_kind(cluster: Cluster) -> DeviceKind:
-    """What a cluster's devices are, with the cluster's memory.
+    """What a cluster's devices are, with the cluster's memory; of several kinds the slowest.
 
     Raises:
-        DeviceError: the cluster does not say it.
+        DeviceError: the cluster does not say it of all.
     """
     if cluster.device is None:
         raise DeviceError(

@@ -8,14 +8,14 @@ of backward ops the gradients of parameters are gradients, and all else (cotange
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jscaler.capture.jaxprs import nbytes
 from jscaler.estimate.live import LiveTensors
 from jscaler.estimate.memory import HELD_AS, MEMORY_KINDS, Memory, MemoryKind, arguments_on, run_name
-from jscaler.estimate.waiting import Held, Waiting
+from jscaler.estimate.waiting import Devices, Held, Waiting
 from jscaler.ir import Op, PTensor
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
@@ -64,7 +64,7 @@ class DeviceMemory:
 
 
 def compiled_memory(
-    step: StepPlan, dumps: Sequence[Dump], named: Sequence[int], donate: Sequence[int], capacity: int
+    step: StepPlan, dumps: Sequence[Dump], named: Sequence[int], donate: Sequence[int], capacity: Callable[[Devices], int]
 ) -> tuple[DeviceMemory, ...]:
     """The memory of all sets of devices that hold alike.
 
@@ -76,11 +76,11 @@ def compiled_memory(
         dumps: what XLA wrote about each block.
         named: the number of the block of the same program whose names stand there.
         donate: the step's inputs whose buffers it may reuse.
-        capacity: bytes of a device.
+        capacity: bytes of each of a set of devices.
     """
     if len(dumps) == 1:
         (dump,) = dumps
-        memory, contributors = _added_up(_held(_Owners(step, 0, 0, dump), dump), capacity)
+        memory, contributors = _added_up(_held(_Owners(step, 0, 0, dump), dump), capacity(step.blocks[0].group.devices))
         assert memory.peak == dump.peak, "what is held is not what XLA allocates"
         return (DeviceMemory(step.blocks[0].group.devices, memory, contributors),)
     names = LiveTensors(step.graph)
@@ -94,7 +94,7 @@ def compiled_memory(
         rows += _beside_arguments(owners, dumps[run.block])
         held = sum(run.waiting.values()) + needs[run.block]
         assert sum(row[-1] for row in rows) == held, "what is held is not what waits, and what XLA allocates"
-        memory, contributors = _added_up([*_arguments(step, names, run.devices[0]), *rows], capacity)
+        memory, contributors = _added_up([*_arguments(step, names, run.devices[0]), *rows], capacity(run.devices))
         found.append(DeviceMemory(run.devices, memory, contributors, run.block, run_name(step, run)))
     return tuple(found)
 

@@ -1,7 +1,7 @@
 """``Executable``: a planned step as jitted functions of flat leaves, one for each device group."""
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -448,15 +448,20 @@ def _returned(
     return found
 
 
-def traced(step: StepPlan, made: Executable) -> tuple[Any, ...]:
+def traced(step: StepPlan, made: Executable, only: Container[int] | None = None) -> tuple[Any, ...]:
     """``made`` as a ``jax.stages.Traced`` for each block. JAX remembers them: asked again, it traces nothing.
+
+    With ``only`` those blocks alone, by their numbers; None for others.
 
     Under ``jax.debug_nans`` JAX would leave out what is donated, also where that is switched off again.
     """
     structs = input_structs(step.graph.inputs, made.ins.of_parts)
     known: dict[Hashable, Any] = {}  # on absent devices groups are alike
     found = []
-    for one in made.blocks:
+    for number, one in enumerate(made.blocks):
+        if only is not None and number not in only:
+            found.append(None)
+            continue
         given = (*(structs[i] for i in one.takes), *one.values)
         key = one.jitted, given
         if key not in known:
@@ -466,12 +471,14 @@ def traced(step: StepPlan, made: Executable) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def lowered(step: StepPlan, made: Executable) -> tuple[Any, ...]:
-    """``made`` as StableHLO, a ``jax.stages.Lowered`` for each block; of absent devices for the default backend."""
+def lowered(step: StepPlan, made: Executable, only: Container[int] | None = None) -> tuple[Any, ...]:
+    """``made`` as StableHLO, a ``jax.stages.Lowered`` for each block, or as `traced` has them; of absent devices for the
+    default backend.
+    """
     absent = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (*made.ins.of_parts, *made.outs.of_parts))
     platforms = {"lowering_platforms": (jax.default_backend(),)} if absent else {}
-    each = traced(step, made)
-    programs = {key: one.lower(**platforms) for key, one in {id(one): one for one in each}.items()}
+    each = traced(step, made, only)
+    programs = {id(one): one and one.lower(**platforms) for one in {id(one): one for one in each}.values()}
     return tuple(programs[id(one)] for one in each)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jscaler.clusters import Cluster, find_cluster
@@ -24,7 +25,7 @@ from jscaler.report.target_report import (
     together,
     xla_bytes,
 )  # fmt: skip
-from jscaler.report.targets import described_devices, device_kind
+from jscaler.report.targets import described_as, device_kind
 from jscaler.report.xla_memory import compiled_memory
 from jscaler.runtime.executable import executable, lowered
 
@@ -90,11 +91,13 @@ def compile_for(
             f"{cluster.num_devices}; plan for {cluster.num_devices}: parallelize(..., devices={cluster.num_devices})"
         )
     progress("describing the devices")
-    devices = described_devices(cluster)
+    kinds = [device_kind(cluster.of(block.group.devices)) for block in step.blocks]
+    described = {kind: described_as(cluster, kind) for kind in kinds}
     started = time.perf_counter()
     progress("lowering to StableHLO")
-    made = executable(step, devices, donated)
-    programs = lowered(step, made)
+    made = {kind: executable(step, devices, donated) for kind, devices in described.items()}
+    each = {kind: lowered(step, one, {n for n, own in enumerate(kinds) if own == kind}) for kind, one in made.items()}
+    programs = [each[kind][number] for number, kind in enumerate(kinds)]
     before = time.perf_counter()
     alike = blocks_alike(step, programs, cluster)
     found: dict[int, tuple[Any, Dump]] = {}
@@ -105,24 +108,24 @@ def compile_for(
     seconds = {"lower": before - started, "compile": time.perf_counter() - before}
     progress("reading the buffer assignment")
     compiled, dumps = zip(*(found[number] for number in alike), strict=True)
-    named = [made.blocks[number].named for number in alike]
-    memory = compiled_memory(step, dumps, named, made.ins.numbers(donated), cluster.memory)
+    whole = made[kinds[0]]  # names and numbers of arguments are alike for all kinds
+    named = [whole.blocks[number].named for number in alike]
+    memory = compiled_memory(step, dumps, named, whole.ins.numbers(donated), lambda own: cluster.of(own).memory)
     blocks = tuple(_block(step, number, alike[number], one) for number, one in enumerate(compiled))
-    rows = [
-        row for one in blocks for row in collective_rows(one.as_text(), one.devices, cluster.devices_per_host, one.times)
-    ]
-    rows += send_rows(step, cluster.devices_per_host)
+    rows = [row for one in blocks for row in collective_rows(one.as_text(), one.devices, cluster, one.times)]
+    rows += send_rows(step, cluster)
     return TargetReport(step, cluster, memory, together(rows), blocks, seconds)
 
 
 def blocks_alike(step: StepPlan, programs: Sequence[Any], cluster: Cluster) -> list[int]:
-    """For each block the first of the same text whose devices lie on the hosts in the same way."""
+    """For each block the first of the same text whose devices are of one kind, and lie on the hosts in the same way."""
     first: dict[Any, int] = {}
     found = []
     for number, (block, program) in enumerate(zip(step.blocks, programs, strict=True)):
-        hosts = [d // cluster.devices_per_host for d in block.group.devices]
+        hosts = cluster.hosts_of(np.array(block.group.devices)).tolist()
         known = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
-        found.append(first.setdefault((program.as_text(), tuple(known[host] for host in hosts)), number))
+        kind = device_kind(cluster.of(block.group.devices))
+        found.append(first.setdefault((program.as_text(), kind, tuple(known[host] for host in hosts)), number))
     return found
 
 

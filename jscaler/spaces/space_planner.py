@@ -33,10 +33,10 @@ class OpenGrid:
 
 
 class SpacePlanner(Planner):
-    """Reads like a `Planner`; takes holes, and keeps what they leave open in a `Allowed`."""
+    """Reads like a `Planner`; takes holes, and keeps what they leave open as `Allowed`."""
 
-    def __init__(self, graph: Graph, mesh: tuple[int, ...], bodies: BodyTable | None = None, device: Any = None):
-        super().__init__(graph, math.prod(mesh), bodies, device=device)
+    def __init__(self, graph: Graph, mesh: tuple[int, ...], bodies: BodyTable | None = None, cluster: Any = None):
+        super().__init__(graph, math.prod(mesh), bodies, cluster=cluster)
         self.space = Allowed(mesh)
         self._dims = Dims(self)
 
@@ -166,7 +166,7 @@ class SpacePlanner(Planner):
 
 def space_of(
     policy: Callable[..., None] | None, graph: Graph, mesh: tuple[int, ...], bodies: BodyTable | None = None,
-    device: Any = None,
+    cluster: Any = None,
 ) -> Allowed | None:  # fmt: skip
     """What a policy with holes leaves open; None where there is none, and all is.
 
@@ -175,6 +175,6 @@ def space_of(
     """
     if policy is None:
         return None
-    planner = SpacePlanner(graph, mesh, bodies, device)
+    planner = SpacePlanner(graph, mesh, bodies, cluster)
     policy(planner, np.arange(planner.num_devices).reshape(mesh))
     return planner.space

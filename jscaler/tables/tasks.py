@@ -30,19 +30,20 @@ class Task:
     slows: tuple[Hashable, ...] = ()
 
 
-def times_of(tasks: Sequence[Task], interference: float = 1.0) -> list[tuple[float, float]]:
+def times_of(tasks: Sequence[Task], interference: float | Sequence[float] = 1.0) -> list[tuple[float, float]]:
     """When each task begins and ends.
 
     Args:
-        interference: how many times as long a task takes while others slow it down, however many.
+        interference: how many times as long a task takes while others slow it down, however many; of all, or of each.
 
     Example:
         >>> block, send = Task(("device",), 1.0, ()), Task(("link",), 0.5, (), ("device",))
         >>> times_of([block, send]), times_of([block, send], 2.0)
         ([(0.0, 1.0), (0.0, 0.5)], [(0.0, 1.25), (0.0, 0.5)])
     """
-    if interference > 1 and any(task.slows for task in tasks):
-        return _Clock(tasks, interference).times()
+    times = [interference] * len(tasks) if isinstance(interference, int | float) else interference
+    if max(times, default=1.0) > 1 and any(task.slows for task in tasks):
+        return _Clock(tasks, times).times()
     free: dict[Hashable, float] = {}
     found: list[tuple[float, float]] = []
     for task in tasks:
@@ -56,7 +57,7 @@ def times_of(tasks: Sequence[Task], interference: float = 1.0) -> list[tuple[flo
 class _Clock:
     """Runs tasks, some of which slow others down. Of those that end at one time the first goes first."""
 
-    def __init__(self, tasks: Sequence[Task], interference: float):
+    def __init__(self, tasks: Sequence[Task], interference: Sequence[float]):
         self.tasks, self.interference = tasks, interference
         self.left = [task.seconds for task in tasks]  # of each the seconds to go, at full speed
         self.since = [0.0] * len(tasks)
@@ -120,4 +121,4 @@ class _Clock:
 
     def _times(self, number: int) -> float:
         slowed = any(self.slowing[place] for place in self.tasks[number].places)
-        return self.interference if slowed else 1.0
+        return self.interference[number] if slowed else 1.0

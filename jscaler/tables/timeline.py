@@ -61,7 +61,7 @@ class Timeline:
         runs: each run of a block: devices, begin and end in seconds.
         sends: each value on its way from devices to devices.
         memory: the devices that hold alike -> times, in order, and the bytes that each device holds from then on.
-        capacity: bytes that a device has; 0 where that is not known.
+        capacity: the same devices -> bytes that each has; 0 where that is not known.
         exposed: seconds by which the step is longer than if sends took none; 0 where that is not known.
 
     Example:
@@ -78,7 +78,7 @@ class Timeline:
     runs: tuple[TimedRun, ...]
     sends: tuple[TimedSend, ...] = ()
     memory: Mapping[Devices, Sequence[tuple[float, int]]] = field(default_factory=dict, repr=False)
-    capacity: int = 0
+    capacity: Mapping[Devices, int] = field(default_factory=dict, repr=False)
     exposed: float = 0.0
 
     @property
@@ -125,9 +125,9 @@ class Timeline:
     @property
     def fits(self) -> bool | None:
         """Whether each device holds no more than it has; None where that is not known."""
-        if not self.capacity or not self.memory:
+        if not self.memory or not all(self.capacity.get(own) for own in self.memory):
             return None
-        return all(self.peak(own[0]) <= self.capacity for own in self.memory)
+        return all(self.peak(own[0]) <= self.capacity[own] for own in self.memory)
 
     def as_json(self) -> dict[str, Any]:
         """Figures as numbers, strings, lists and dicts; the runs themselves are for `jscaler.write_trace`."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from jscaler.api import Parallelized, PlanLike, parallelize
 from jscaler.capture.names import leaf_names
+from jscaler.clusters import Cluster
 from jscaler.errors import CaptureError, DataError, listing
 from jscaler.primitives import Plan
 from jscaler.runtime.absent import is_absent
@@ -43,14 +44,19 @@ class PlannedJob:
         devices: as ``parallelize`` takes them.
         seed: of the key that the state is made from.
         strict: whether a plan that loses parallelism is refused.
+        target: what it is planned for; its devices count where these are unlike.
 
     Raises:
         UnknownNameError: no such plan.
     """
 
-    def __init__(self, job: Job, plan: PlanLike, devices: Any, seed: int = 0, strict: bool = False):
+    def __init__(
+        self, job: Job, plan: PlanLike, devices: Any, seed: int = 0, strict: bool = False, target: Cluster | None = None
+    ):
         self.job, self.seed = job, seed
-        step: Parallelized = parallelize(plan, devices=devices, donate_argnums=0, strict=strict)(job.train_step)
+        cluster = target if target is not None and len(target.kinds) > 1 else None
+        made = parallelize(plan, devices=devices, cluster=cluster, donate_argnums=0, strict=strict)
+        step: Parallelized = made(job.train_step)
         self.step, self.plan_text = step, str(plan) if isinstance(plan, str | os.PathLike) else step.plan_name
         self.state_name, self.batch_name = list(inspect.signature(job.train_step).parameters)[:2]
         self._data = _on_and_on(job)

@@ -246,7 +246,7 @@ def test_mistakes_in_a_device_are_named(
 
 def test_the_documented_files_are_read(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
-    lab, own = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    lab, own, unlike = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     path = tmp_path / "file.toml"
     path.write_text(lab, encoding="utf-8")
     assert (load_cluster(path).name, load_cluster(path).device) == ("lab", DEVICE_KINDS["A100-80GB"])
@@ -255,3 +255,7 @@ def test_the_documented_files_are_read(tmp_path: Path) -> None:
     assert made.device is not None
     assert (made.device.num_cores, made.device.peak.float16, made.device.l2_cache) == (124, 360e12, 40 << 20)
     assert made.between == find_cluster("4x4xA100-80GB").between
+    path.write_text(unlike, encoding="utf-8")
+    made = load_cluster(path)
+    assert [str(made.of([device]).device) for device in (0, 7, 8, 15)] == ["V100-32GB"] * 2 + ["A100-80GB"] * 2
+    assert made.num_devices == 16

@@ -19,8 +19,9 @@ from jscaler import PlanError
 from jscaler.clusters.device import find_kind
 from jscaler.ir import Nest, Op, PTensor
 from jscaler.ir.loop import made_by, reads_of
-from jscaler.plans.balance import BALANCED_FOR, EVEN, LITTLE, UNEVEN, Unit, balanced, bottleneck
+from jscaler.plans.balance import EVEN, LITTLE, UNEVEN, Unit, balanced, bottleneck
 from jscaler.plans.chunk_cuts import FILL, StageOrder, cuts_of_chunks, shares_of, step_time
+from jscaler.plans.stage_groups import BALANCED_FOR
 from jscaler.primitives import Planner
 from jscaler.tables import Published, find_schedule
 from jscaler.tables.published import in_a_v

@@ -12,7 +12,7 @@ from jscaler.runtime import target as target_module
 
 def on_cpu(patch: pytest.MonkeyPatch) -> None:
     """From here on, compiling for a target compiles for as many virtual CPU devices."""
-    patch.setattr(target_module, "described_devices", lambda cluster: jax.devices()[: cluster.num_devices])
+    patch.setattr(target_module, "described_as", lambda cluster, kind: jax.devices()[: cluster.num_devices])
     patch.setattr(target_module, "WITHOUT_GPU", {"xla_backend_optimization_level": 0})  # nothing runs
 
 

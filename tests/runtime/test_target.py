@@ -105,6 +105,20 @@ def test_a_step_for_gpus() -> None:
 
 
 @pytest.mark.aot
+def test_each_block_is_compiled_for_its_own_kind_of_device() -> None:
+    """Also where two stages are one program; a group of several kinds is compiled for the slowest."""
+    policy = pipeline([[0], [1], [2, 3]], 4, plan=data_parallel())
+    report = jscaler.parallelize(policy, devices=4)(step).lower(*arguments()).compile("1xV100-32GB+2xA100-80GB+1xV100-16GB")
+    kinds = {(0,): "Tesla V100-SXM3-32GB", (1,): "NVIDIA A100-SXM4-80GB", (2, 3): "Tesla V100-SXM2-16GB"}
+    for block in report.blocks:
+        devices = {d for one in jax.tree.leaves(block.compiled.output_shardings) for d in one.device_set}
+        assert {d.device_kind for d in devices} == {kinds[block.devices]}
+    sizes = {one.devices: one.memory.capacity for one in report.by_devices}
+    assert sizes == {(0,): 34_089_730_048, (1,): 85_100_068_864, (2, 3): 16_935_682_048}
+    assert "1 Tesla V100-SXM3-32GB, 2 NVIDIA A100-SXM4-80GB, 1 Tesla V100" in str(report)
+
+
+@pytest.mark.aot
 def test_what_does_not_fit() -> None:
     small = dataclasses.replace(find_cluster("4xV100-16GB"), memory=1 << 14)
     report = compiled(small)

@@ -125,7 +125,7 @@ class Tables:
         if found is None:
             step = self._steps.get(structure)
             if step is None:
-                alone = replace(self.cluster, hosts=1, devices_per_host=1)
+                alone = self.cluster.alone()
                 step = self._steps[structure] = lower(self.captured, Plan("one device", 1, structure), alone)
             assert self.cluster.device is not None
             found = self._programs[structure, cut] = OneDevice.of(step, self.cluster.device, self.folded, cut)

@@ -83,7 +83,7 @@ def fill(
     """
     end = time.monotonic() + seconds
     captured = prices.captured
-    holes = space_of(space, prices.graph, mesh, captured.bodies, prices.cluster.device)
+    holes = space_of(space, prices.graph, mesh, captured.bodies, prices.cluster)
     program = program_of(prices, holes, mesh, microbatches, recompute=memory is not None)
     most, bound, peaks = math.inf if memory is None else memory, 0.0, list[float]()
     for _ in range(ROUNDS):
