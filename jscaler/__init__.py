@@ -34,6 +34,7 @@ from jscaler.errors import (
     UnknownPrimitiveWarning,
     VerificationError,
 )
+from jscaler.estimate.difference import Difference, diff
 from jscaler.estimate.fitting import Fit, fit
 from jscaler.estimate.found_schedule import find_schedule
 from jscaler.estimate.query import Cost, cost
@@ -77,6 +78,7 @@ __all__ = [
     "DataError",
     "DeletedArgumentError",
     "DeviceError",
+    "Difference",
     "Evaluation",
     "Fit",
     "Found",
@@ -119,6 +121,7 @@ __all__ = [
     "VerificationError",
     "compare",
     "cost",
+    "diff",
     "draw_timelines",
     "fetch",
     "find_schedule",

@@ -18,6 +18,7 @@ from jscaler.commands.calibrate import calibrate_
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
+from jscaler.commands.diff_command import diff_
 from jscaler.commands.export import export
 from jscaler.commands.fit_command import fit_
 from jscaler.commands.interrupts import Interruptible
@@ -292,6 +293,7 @@ app.command("calibrate")(calibrate_)
 app.command()(redistribute)
 app.command("compile")(compile_)
 app.command("plan")(plan_)
+app.command("diff")(diff_)
 app.command("fit")(fit_)
 app.command("search")(search_)
 app.command("profile")(profile_)

@@ -207,6 +207,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         tuple(runs_as),
         at.has_time_axes,
         captured.graph,
+        at.pieces,
     )
 
 

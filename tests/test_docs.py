@@ -144,6 +144,9 @@ def test_the_blocks_on_fitting_run() -> None:
 @pytest.mark.one_day_in(2)
 def test_the_blocks_on_search_run() -> None:
     lines = run("-c", "\n".join(blocks("python", "docs/search.md"))).splitlines()
+    printed = [line.split() for line in lines]
+    for line in blocks("text", "docs/search.md")[1].splitlines():
+        assert line.split() in printed, line
     assert any(line.startswith("no plan of the space takes less than ") for line in lines)
     assert lines[-1].startswith("pipeline(")
 

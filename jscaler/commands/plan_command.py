@@ -1,14 +1,13 @@
 """``jscaler plan``: a plan and what it costs, for any number of devices; nothing is compiled and nothing runs."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.commands.built_in_job import model_and_size, stacked_by_default
+from jscaler.commands.built_in_job import stacked_by_default
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.options import (
     Batch,
@@ -26,7 +25,7 @@ from jscaler.commands.options import (
 )
 from jscaler.commands.progress import stages
 from jscaler.commands.screen import screen, show
-from jscaler.commands.told_model import telling_sizes
+from jscaler.commands.told_model import telling_sizes, with_model
 from jscaler.errors import DeviceError, PlanFileError
 from jscaler.estimate.query import cost
 from jscaler.estimate.simulation import simulate
@@ -106,9 +105,7 @@ def plan_(
     if trace is not None and timeline is not None:
         write_trace(trace, timeline)
     if save is not None:
-        told = {"dtype": dtype, "stacked": stacked_by_default(model, stacked), "remat": remat, "batch": batch, "seq": seq}
-        name, of_size = model_and_size(model, size) if job is None else ("", "")
-        replace(step.plan, told={"model": name, "size": of_size, **told} if job is None else {}).save(save)
+        with_model(step.plan, job, model, size, stacked, dtype=dtype, remat=remat, batch=batch, seq=seq).save(save)
     if as_json:
         record = {"model": planned.describe(), "plan": plan, "report": step.report.as_json()}
         record |= {"passes": step.passes.as_json()} if passes else {}

@@ -11,6 +11,7 @@ from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.fit_command import CONFIRM_HELP, NOTHING, TARGET_HELP
 from jscaler.commands.options import Batch, Dtype, JobFile, Model, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.screen import screen, show
+from jscaler.commands.told_model import with_model
 from jscaler.errors import PlanFileError
 from jscaler.plan_search.found import found_table, verdict
 from jscaler.plan_search.query import search
@@ -71,7 +72,7 @@ def search_(
         found.draw(draw)
         written.append(str(draw))
     if save is not None and found.plan is not None:
-        found.plan.save(save)
+        with_model(found.plan, job, model, size, stacked, dtype=dtype, remat=remat, batch=batch, seq=seq).save(save)
         written.append(str(save))
     if as_json:
         typer.echo(json.dumps({"model": planned.describe(), **found.as_json(), "written": written}))

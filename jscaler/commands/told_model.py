@@ -1,17 +1,28 @@
-"""The model that a saved plan was made for: options that nobody gives are those that ``jscaler plan --save`` was given."""
+"""The model that a saved plan was made for: options that nobody gives are those that ``--save`` has written."""
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import typer
 
+from jscaler.commands.built_in_job import model_and_size, stacked_by_default
 from jscaler.errors import PlanFileError, PlanFitError
 from jscaler.primitives import Plan
 
 REMEMBERED = {"model": str, "size": str, "batch": int, "seq": int, "dtype": str, "stacked": bool, "remat": bool}
 DECIDING = ("dtype", "stacked", "remat")  # other values make other ops
 SIZES = ("batch", "seq")  # these need only divide
+
+
+def with_model(plan: Plan, job: str | None, model: str, size: str | None, stacked: bool | None, **options: Any) -> Plan:
+    """``plan``, which remembers the built-in model that it is made for; nothing of a job in a file."""
+    if job is not None:
+        return replace(plan, told={})
+    name, of_size = model_and_size(model, size)
+    told = {"model": name, "size": of_size, "stacked": stacked_by_default(model, stacked), **options}
+    return replace(plan, told=told)
 
 
 def told_model(plan: str | None, given: Mapping[str, str], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,6 +53,21 @@ def told_model(plan: str | None, given: Mapping[str, str], model: Mapping[str, A
     if "model" in given:  # then the size is the one beside it, or in it
         told.pop("size", None)
     return {**model, **{name: value for name, value in told.items() if name not in given}}
+
+
+def check_told_alike(first: str, second: str) -> None:
+    """Raises PlanFitError where two saved plans were made with other models, or other options of one."""
+    if not (first.endswith(".json") and second.endswith(".json")):
+        return
+    plans = Plan.load(first), Plan.load(second)
+    for name in REMEMBERED:
+        own, other = (plan.told.get(name) for plan in plans)
+        if None not in (own, other) and own != other:
+            raise PlanFitError(
+                plans[1].name,
+                f"'{second}' was made with {_spelled(name, other)}, and '{first}' with {_spelled(name, own)}: plans are "
+                "compared for one step; make one of them anew with the other's option",
+            )
 
 
 def telling_sizes(command: Callable[..., None]) -> Callable[..., None]:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from jscaler.clusters import Cluster
+from jscaler.estimate.block_costs import BlockCost
 from jscaler.estimate.memory import Memory, MemoryEstimate, memory_by_devices
 from jscaler.estimate.traffic import Traffic
 from jscaler.ir.walk import grouped
@@ -150,6 +151,7 @@ class Cost:
             say what its devices are.
         donated: whether the step updates its state in place.
         profiled: what of the seconds was measured, where a profile is given.
+        blocks: what each of the step's blocks takes, of which the seconds are the sum.
 
     Example:
         >>> found = jscaler.cost(lowered, None, "4xH100-80GB")
@@ -159,6 +161,8 @@ class Cost:
         (True, True, True)
         >>> found.sent.total, found.seconds.total < 1e-3  # bytes, seconds
         (21510.0, True)
+        >>> found.busiest.devices, found.busiest.busy == found.seconds.total
+        ((0, 1, 2, 3), True)
         >>> sorted(found.as_json())[:3]
         ['by_op', 'cluster', 'devices']
     """
@@ -172,6 +176,7 @@ class Cost:
     bound: float | None = None
     donated: bool = True
     profiled: Profiled | None = None
+    blocks: tuple[BlockCost, ...] = field(default=(), repr=False)
 
     @property
     def num_devices(self) -> int:
@@ -203,10 +208,15 @@ class Cost:
         """Bytes per class of links, of the devices that send most."""
         return max((share.sent for share in self.shares), key=lambda sent: sent.total)
 
+    @property
+    def busiest(self) -> DeviceShare:
+        """Of the devices that have most to do: those that the step's seconds are of."""
+        return max(self.shares, key=lambda share: share.busy)
+
     @cached_property
     def seconds(self) -> Seconds:
         """Of the devices that have most to do."""
-        busiest = max(self.shares, key=lambda share: share.busy)
+        busiest = self.busiest
         waiting = max(0.0, self.elapsed - busiest.busy) if self.elapsed is not None else 0.0
         return Seconds(busiest.compute, busiest.communication, waiting)
 

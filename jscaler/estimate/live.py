@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.ir import Graph, PTensor
-from jscaler.ir.kinds import tensor_kinds
+from jscaler.ir.kinds import gradient_parts, tensor_kinds
 from jscaler.ir.walk import closure
 from jscaler.lower.flat_program import FlatProgram
 
@@ -40,15 +40,8 @@ class LiveTensors:
     def __init__(self, graph: Graph):
         self.graph = graph
         kinds = tensor_kinds(graph)
-
-        def sources(tensor: PTensor) -> list[PTensor]:
-            """What a loop stacks up, or a join adds up, to a gradient is one, too."""
-            maker = graph.producer.get(tensor)
-            is_sum = maker is not None and maker.kind == "backward" and maker.forward is None
-            parts = [t for t in maker.inputs if t.role == "gradient"] if maker is not None and is_sum else []
-            return [t for t in (*parts, *graph.flow.neighbours(tensor)) if t not in kinds]
-
-        gradients = closure((t for t, kind in kinds.items() if kind == "gradient"), sources)
+        found = (t for t, kind in kinds.items() if kind == "gradient")
+        gradients = closure(found, lambda tensor: [t for t in gradient_parts(graph, tensor) if t not in kinds])
         self.kinds: Mapping[PTensor, HeldKind] = {**kinds, **dict.fromkeys(gradients, "gradient")}
 
     def of_variable(self, flat: FlatProgram, var: core.Var | None, nbytes: int, name: Any) -> LiveTensor:

@@ -81,7 +81,8 @@ def cost(
     blocks = block_costs(step, on, known)
     elapsed, bound = _elapsed(step, blocks, on)
     profiled = None if known is None else _profiled(blocks)
-    return Cost(step.name, on, step, _by_op(step, blocks, on), _shares(step, blocks, on), elapsed, bound, donated, profiled)
+    by_op, shares = _by_op(step, blocks, on), _shares(step, blocks, on)
+    return Cost(step.name, on, step, by_op, shares, elapsed, bound, donated, profiled, tuple(blocks))
 
 
 def plan_and_cluster(given: Any, plan: Any, cluster: Any) -> tuple[Any, Any]:

@@ -99,8 +99,14 @@ def moved_by_reader(segments: Iterable[Segment]) -> dict[str, list[tuple[Adapt |
 
 def traffic_in(items: Iterable[Item], cluster: Cluster) -> Traffic:
     """What items of a flat program send, those of loops as often as these run."""
+    return sum_of(sent for _, sent in traffic_by_exchange(items, cluster))
+
+
+def traffic_by_exchange(items: Iterable[Item], cluster: Cluster) -> Iterator[tuple[Exchange, Traffic]]:
+    """The same for each exchange by itself."""
     priced = _Priced(cluster)
-    return sum_of(priced.of(one.adapt, one.itemsize, times) for one, times in _exchanges(items, 1))
+    for one, times in _exchanges(items, 1):
+        yield one, priced.of(one.adapt, one.itemsize, times)
 
 
 def outer_traffic(items: Sequence[Item], cluster: Cluster) -> Traffic:

@@ -60,6 +60,14 @@ def read_by_a_loss(graph: Graph, tensor: PTensor) -> bool:
     return any(op.kind == "forward" for t in (tensor, *graph.flow.neighbours(tensor)) for op in graph.consumers.get(t, ()))
 
 
+def gradient_parts(graph: Graph, gradient: PTensor) -> list[PTensor]:
+    """What a join adds up to a gradient, and what loops hand on of it: gradients, too."""
+    maker = graph.producer.get(gradient)
+    is_sum = maker is not None and maker.kind == "backward" and maker.forward is None
+    parts = [t for t in maker.inputs if t.role == "gradient"] if maker is not None and is_sum else []
+    return [*parts, *graph.flow.neighbours(gradient)]
+
+
 def _one_row(graph: Graph, tensor: PTensor) -> PTensor:
     """What is repeated in ``tensor`` for each row of a ``jax.vmap`` over a gradient; else the tensor itself."""
     maker = graph.producer.get(tensor)

@@ -214,6 +214,12 @@ def chain_of(name: str | None, loops: Mapping[str, Loop]) -> tuple[str, ...]:
     return tuple(chain[::-1])
 
 
+def in_time(op: Op, loops: Mapping[str, Loop]) -> str:
+    """The time axes whose parts an op runs for, outermost first: ``microbatch:8 co_shard:4``."""
+    around = (loops[name] for name in chain_of(op.loop, loops))
+    return " ".join(f"{loop.time}:{loop.parts}" for loop in around if loop.time)
+
+
 def inside(items: tuple[Item, ...], chain: Iterable[str]) -> tuple[Item, ...]:
     """The items in the innermost of the loops ``chain``, outermost first."""
     for name in chain:

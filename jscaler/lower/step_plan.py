@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class StepPlan:
         blocks: what runs, each an executable: those of the segments, or several of these as one; of one group one.
         has_time_axes: whether parts of ops run one after another.
         captured: the graph before the plan.
+        pieces: path of an op that the plan re-opens -> paths of the ops that stand for it.
     """
 
     source: Graph
@@ -54,6 +55,7 @@ class StepPlan:
     blocks: tuple[PlacedBlock, ...] = ()
     has_time_axes: bool = False
     captured: Graph | None = field(default=None, compare=False)
+    pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     @functools.cached_property
     def taken(self) -> tuple[tuple[int, ...], ...]:

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from jscaler.clusters import Cluster
+from jscaler.errors import PlanError
 from jscaler.estimate.cost import Cost
+from jscaler.estimate.difference import Difference, difference
+from jscaler.estimate.query import cost
 from jscaler.plan_search.candidates import Candidate
 from jscaler.plan_search.draw_found import found_figure
 from jscaler.primitives import Plan
@@ -69,6 +72,8 @@ class Found:
         (4, True, True, True)
         >>> all(found.fits(other) and other.seconds >= found.bound for other in found.runners_up)
         True
+        >>> sum(line.seconds for line in found.diff(found.runners_up[0]).lines) > -1e-9  # it is none the faster
+        True
         >>> found.draw(folder / "found.png")  # seconds against memory
         >>> found.as_json()["complete"]
         True
@@ -118,6 +123,22 @@ class Found:
             one: the candidate, of ``candidates``.
         """
         return one.fits(self.memory)
+
+    def diff(self, other: Candidate) -> Difference:
+        """Which decisions of another candidate differ from those of the plan that was found, and what each costs.
+
+        Args:
+            other: the candidate, of ``candidates``.
+
+        Raises:
+            PlanError: nothing fits, so that there is no plan to compare with.
+        """
+        if self.chosen is None or self.cost is None:
+            raise PlanError(
+                "nothing fits, and so no plan was found to compare with: give a larger memory=, or another space"
+            )
+        priced = other.cost or cost(self.cost.step.captured, other.plan, self.cluster)
+        return difference(self.cost, priced, (self.chosen.text, other.text))
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""

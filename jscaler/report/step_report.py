@@ -14,7 +14,7 @@ from jscaler.estimate.memory import Memory, estimated_memory
 from jscaler.estimate.traffic import Moved, summed
 from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import TensorKind, tensor_kinds
-from jscaler.ir.loop import chain_of
+from jscaler.ir.loop import chain_of, in_time
 from jscaler.ir.op import OpKind
 from jscaler.ir.walk import grouped
 from jscaler.lower.spanning_loop import Transfer
@@ -232,21 +232,21 @@ def _op_rows(
             f"{why(place)}; lost, see below" if op.path in lost else why(place),
             left,
             place.runners_up,
-            _in_time(graph, op),
+            in_time(op, graph.loops),
             *home,
         )
         groups.setdefault(key, []).append(op)
     rows = []
-    for (kind, path, split, origin, decided, left, runners_up, in_time, *home), ops in groups.items():
+    for (kind, path, split, origin, decided, left, runners_up, timed, *home), ops in groups.items():
         mine = grouped_moves([move for op in ops for move in moves.get(op.path, [])])
         moved = any(m.moved for m in mine)
-        if in_time and not moved and any(mark in path for mark in OWN_MARKS):
+        if timed and not moved and any(mark in path for mark in OWN_MARKS):
             continue
-        idle = not moved and origin != "policy" and split == "copy" and not runners_up and not in_time
+        idle = not moved and origin != "policy" and split == "copy" and not runners_up and not timed
         idle = idle and all(op.path not in lost for op in ops)
         count = sum(_times(graph, op) for op in ops)
         again = any(op.again is not None for op in ops)
-        row = OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again, in_time, *home)
+        row = OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again, timed, *home)
         rows.append(dataclasses.replace(row, factors=_factors(graph, ops[0], completed)))
     return tuple(rows)
 
@@ -256,11 +256,6 @@ def _factors(graph: Graph, op: Op, completed: Completed) -> str:
     place = completed.ops[op.path].placement
     others = [word.partition(":")[0] for other in place.runners_up for word in other.what.split()]
     return graph.factors_text(op, dict.fromkeys((*place.parts, *others)))
-
-
-def _in_time(graph: Graph, op: Op) -> str:
-    around = [graph.loops[name] for name in chain_of(op.loop, graph.loops)]
-    return " ".join(f"{loop.time}:{loop.parts}" for loop in around if loop.time)
 
 
 def _times(graph: Graph, op: Op) -> int:

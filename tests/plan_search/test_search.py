@@ -78,6 +78,17 @@ def test_reasons_say_what_another_choice_costs(graph: Any, every: Any) -> None:
         assert every[one.instead][0] - found.chosen.seconds == pytest.approx(one.seconds, abs=1e-12)
 
 
+def test_another_candidate_is_compared_with_what_was_found(graph: Any, every: Any) -> None:
+    found = searched(graph)
+    other = found.runners_up[-1]
+    compared = found.diff(other)
+    assert compared.names == (found.chosen.text, other.text)
+    assert compared.seconds == pytest.approx(every[other.text][0] - every[found.chosen.text][0])
+    assert sum(line.seconds for line in compared.lines) == pytest.approx(compared.seconds)
+    with pytest.raises(PlanError, match="nothing fits, and so no plan was found to compare with"):
+        searched(graph, 1.0).diff(other)
+
+
 def test_a_limit_that_binds_is_named(graph: Any) -> None:
     narrow = s.Space("megatron", tp=s.divisors_of_devices(most=1), dp=s.rest_of_devices("tp"))
     free = s.Space("megatron", tp=s.divisors_of_devices(), dp=s.rest_of_devices("tp"))
