@@ -195,7 +195,7 @@ def under_plan(plain: Plain, plan: str, quick: bool) -> Row:
     off = difference(plain, after, losses)
     right = off <= TOLERANCE
     if not right:
-        off = off_in_float64(model, plan)
+        off = off_in_float64(model, plan, devices)
         right = off <= IN_FLOAT64
     row = {"right": right, "off": off, "refused": "", **in_parts(lowered, plan)}
     texts = [one.as_text() for one in compiled.segments]
@@ -209,7 +209,7 @@ def under_plan(plain: Plain, plan: str, quick: bool) -> Row:
     return row
 
 
-def off_in_float64(model: Foreign, plan: str) -> float:
+def off_in_float64(model: Foreign, plan: Any, devices: int) -> float:
     """How far a plan is off where all state and data are float64."""
 
     def doubled(leaf: Any) -> Any:
@@ -219,7 +219,7 @@ def off_in_float64(model: Foreign, plan: str) -> float:
         double = dataclasses.replace(model, arguments=lambda: jax.tree.map(doubled, model.arguments()))
         before = leaves(double.state(double.arguments()))
         plain = Plain(double, before, *run(double, double.jit(double.step(PLAIN))), 0.0, 0.0)
-        return difference(plain, *run(double, jscaler.parallelize(plan, devices=PLANS[plan])(double.step(jscaler))))
+        return difference(plain, *run(double, jscaler.parallelize(plan, devices=devices)(double.step(jscaler))))
 
 
 def difference(plain: Plain, after: list[np.ndarray], losses: list[float]) -> float:

@@ -226,6 +226,7 @@ class Parallelized(Shown):
         self._following = following  # whose layouts the state of this step has
         self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
         self._lowered: dict[Any, Lowered] = {}
+        self._searched: dict[Any, Plan] = {}
         self._compiled: dict[Any, Compiled] = {}
         self._last: Compiled | None = None
 
@@ -487,9 +488,13 @@ class Parallelized(Shown):
         if isinstance(policy, Auto):
             if self._following is not None:
                 raise PlanError(
-                    f"'{self._name}' follows the state of another step: its plan is not searched, but filled in"
+                    f"'{self._name}' follows another step's state: its plan is filled in, and not searched; leave out plan="
                 )
-            plan = searched_plan(policy, captured.graph, num_devices, self._cost)
+            key = call.key, num_devices
+            if key not in self._searched:  # a state is laid out by it
+                donated = bool(self._arguments.donated)
+                self._searched[key] = searched_plan(policy, captured.graph, num_devices, self._cost, donated)
+            plan = self._searched[key]
         elif self._following is None:
             price = price_of(captured, num_devices, self._cost)
             plan = transform(captured, policy, num_devices, cost=self._cost, price=price)

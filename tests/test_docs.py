@@ -148,7 +148,8 @@ def test_the_blocks_on_search_run() -> None:
     for line in blocks("text", "docs/search.md")[1].splitlines():
         assert line.split() in printed, line
     assert any(line.startswith("no plan of the space takes less than ") for line in lines)
-    assert lines[-1].startswith("pipeline(")
+    assert lines[-2].startswith("pipeline(")
+    assert lines[-1].startswith("rows_and_columns(mesh=")
 
 
 @pytest.mark.one_day_in(3)

@@ -22,7 +22,7 @@ from jscaler.spaces import SPACES
 from jscaler.training.planned_job import PlannedJob
 
 STOPPED = 4  # the exit code where the search was stopped before its end: the plan stands, the gap is wider
-SPACE_HELP = f"spaces to search, in this order: {', '.join(SPACES)}; all by default; give it several times for several"
+SPACE_HELP = f"what to search, several times for several: {', '.join(SPACES)}; by default all but the last two"
 
 
 def search_(
@@ -47,7 +47,7 @@ def search_(
     """Search for the fastest plan that fits: its seconds, a bound of all plans, why it is so, and what came next.
 
     Needs no devices, compiles nothing but the plan that is found, allocates no model. Exit code 0 where the search went to
-    its end, 4 where it was stopped with a plan, 3 where nothing fits.
+    its end, 4 where it was stopped, 3 where nothing fits.
 
     Example: jscaler search --model gpt-1.3b --target 8xV100-32GB --batch 64 --dtype fp16 --save plan.json
 
@@ -81,7 +81,7 @@ def search_(
         show(console, planned.describe())
         console.print(found_table(found))
         show(console, "\n".join([*verdict(found), *(f"written: {name}" for name in written)]))
-    if found.chosen is None:
-        raise typer.Exit(NOTHING)
     if not found.complete:
         raise typer.Exit(STOPPED)
+    if found.chosen is None:
+        raise typer.Exit(NOTHING)

@@ -12,11 +12,13 @@ from jscaler.errors import PlanError
 from jscaler.ir import Graph
 from jscaler.plan_search.at_hand import cluster_at_hand, of_devices
 from jscaler.plan_search.compiled import asked_of_xla
-from jscaler.plan_search.engine import search_graph, seconds_checked
+from jscaler.plan_search.engine import limits_checked, search_graph
 from jscaler.plan_search.found import Found, nothing_fits
 from jscaler.plan_search.shown_progress import shown_progress
 from jscaler.primitives import Plan
 from jscaler.spaces import as_spaces
+
+FAILED = "failed: "  # what the process that searches says in place of a plan
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Auto:
     """A plan that is searched for the step at hand when that is first planned, as `jscaler.search` does.
 
     Attributes:
-        space: a `jscaler.spaces.Space`, the name of a built-in one, or several; all built-in ones by default.
+        space: a `jscaler.spaces.Space`, the name of a built-in one, or several; by default those of published
+            plans and ``per_op``.
         seconds: how long the search may take.
         memory: bytes that each device may take; all that it has by default.
         name: what the plan is called before it is found.
@@ -42,30 +45,44 @@ class Auto:
 
     def __post_init__(self) -> None:
         as_spaces(self.space)
-        seconds_checked(self.seconds)
+        limits_checked(self.seconds, self.memory)
 
 
-def searched_plan(auto: Auto, graph: Graph, num_devices: int, cost: CostModel) -> Plan:
+def searched_plan(auto: Auto, graph: Graph, num_devices: int, cost: CostModel, donated: bool) -> Plan:
     """The plan that is found. Of a job of several processes the first searches, and all others get its plan.
 
+    Args:
+        donated: whether the step updates its state in place.
+
     Raises:
-        PlanError: nothing fits.
+        PlanError: nothing fits; on processes that do not search, also where that failed otherwise.
+        KeyboardInterrupt: Ctrl-C stopped the search.
     """
-    found = _found(auto, graph, num_devices, cost) if jax.process_index() == 0 else None
-    plan = found.plan if found is not None else None
-    text = _to_all(plan.to_json() if plan is not None else "")
-    if not text:
-        raise PlanError("auto: " + ("; ".join(nothing_fits(found)) if found is not None else "nothing fits"))
-    return Plan.from_json(text) if plan is None else plan
+    if jax.process_index():
+        text = _to_all("")
+        if text.startswith(FAILED):
+            raise PlanError(f"auto: {text.removeprefix(FAILED)}")
+        return Plan.from_json(text)
+    try:
+        found = _found(auto, graph, num_devices, cost, donated)
+        if found.interrupted:
+            raise KeyboardInterrupt
+        if found.plan is None:
+            raise PlanError("auto: " + "; ".join(nothing_fits(found)))
+    except BaseException as error:  # the others wait
+        _to_all(f"{FAILED}{type(error).__name__}: {error}")
+        raise
+    _to_all(found.plan.to_json())
+    return found.plan
 
 
-def _found(auto: Auto, graph: Graph, num_devices: int, cost: CostModel) -> Found:
+def _found(auto: Auto, graph: Graph, num_devices: int, cost: CostModel, donated: bool) -> Found:
     """What a search finds for ``num_devices`` of a cluster; by default of those at hand."""
     given = isinstance(cost, Cluster)
     cluster = of_devices(cost, num_devices) if given else cluster_at_hand(jax.devices(), num_devices)
     with shown_progress() as told:
         return search_graph(
-            graph, cluster, as_spaces(auto.space), seconds=auto.seconds, memory=auto.memory, told=told,
+            graph, cluster, as_spaces(auto.space), seconds=auto.seconds, memory=auto.memory, donated=donated, told=told,
             compiled_peak=asked_of_xla(cluster),
         )  # fmt: skip
 

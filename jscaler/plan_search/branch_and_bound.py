@@ -30,6 +30,11 @@ class Family:
     open: list[Point]
     looked: list[Candidate] = field(default_factory=list)
 
+    @property
+    def is_illegal(self) -> bool:
+        """Whether all that were priced are not legal, for one reason."""
+        return not any(one.is_known for one in self.looked) and len({one.why for one in self.looked}) == 1
+
     def bound(self, point: Point, floor: float) -> float:
         """Seconds that ``point`` is not below, by those that it stands behind."""
         known = [one for one in self.looked if one.is_known and one.least is None]  # others chose what fits
@@ -50,12 +55,12 @@ class Search:
         self.best: Candidate | None = None
         self.families: list[Family] = []
         self._of_spaces: list[list[Family]] = []
-        seen: set[str] = set()
+        seen: set[object] = set()
         for points in spaces:
             families: dict[tuple[object, ...], Family] = {}
             for point in points:
-                if point.text not in seen:
-                    seen.add(point.text)
+                if point.key not in seen:
+                    seen.add(point.key)
                     families.setdefault(point.family, Family([])).open.append(point)
             for family in families.values():
                 family.open.sort(key=lambda point: sum(point.ranks))
@@ -105,8 +110,10 @@ class Search:
         """The open points of a family that may be faster than the best and may fit, with their bounds."""
         floor, most = self.candidates.floor, self._most
         found = []
-        if len(family.looked) > 1 and len({one.why for one in family.looked}) == 1 and not family.looked[0].is_known:
-            family.open.clear()  # what is wrong has nothing to do with the numbers
+        if family.open and len(family.looked) > 1 and family.is_illegal:
+            self._look(family, family.open[-1])
+            if family.is_illegal:
+                family.open.clear()  # what is wrong with the first and the last has nothing to do with the numbers
         for point in [*family.open]:
             if any(one.point.holds_less(point) for one in family.looked if self.is_too_large(one)):
                 family.open.remove(point)
@@ -133,8 +140,8 @@ class Search:
         return one.peak > SURELY * self.memory
 
     def _look(self, family: Family, point: Point) -> Candidate:
-        family.open.remove(point)
         one = self.candidates.priced(point, self.memory)
+        family.open.remove(point)  # behind its price: an interrupt leaves it open
         family.looked.append(one)
         if one.is_known and not self.is_too_large(one) and one.seconds < self._most:
             self._confirm(family, one)

@@ -75,8 +75,9 @@ class Candidate:
         """Whether it fits, as well as that is known; into each device's own memory where they are of several kinds."""
         if memory is None:
             return True
-        if self.compiled_peak is None and self.cost is not None and len(self.cost.cluster.kinds) > 1:
-            return self.cost.fits is not False
+        kinds = self.cost.cluster.kinds if self.cost is not None else ()
+        if self.cost is not None and len(kinds) > 1 and self.cost.fits is False:
+            return False
         return self.peak <= memory
 
     @property
@@ -100,7 +101,7 @@ class Candidates:
     def __init__(self, graph: Graph, cluster: Cluster, donated: bool = True):
         self.graph, self.cluster, self.donated = graph, cluster, donated
         self.prices = Prices(graph, cluster)
-        self._known: dict[tuple[str, float | None], Candidate] = {}
+        self._known: dict[object, Candidate] = {}
 
     @cached_property
     def floor(self) -> float:
@@ -114,7 +115,7 @@ class Candidates:
         Args:
             memory: bytes within which holes are filled.
         """
-        key = point.text, memory if point.opening is not None else None
+        key = point.key, memory if point.opening is not None else None
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = Candidate(point)
@@ -170,5 +171,8 @@ class Candidates:
                 candidate.why = f"{type(error).__name__}: {error}"
                 candidate.none_fits = isinstance(error, NothingFitsError)
                 return
+            except Exception as error:
+                error.add_note(f"while planning '{candidate.text}'")
+                raise
         said = [str(one.message) for one in caught if issubclass(one.category, PlanWarning)]
         candidate.why = "; ".join(dict.fromkeys([candidate.why, *said] if candidate.why else said))

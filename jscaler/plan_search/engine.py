@@ -1,6 +1,7 @@
 """``search_graph``: the fastest plan of some spaces that fits, with its bound, its runners-up, and why it is so."""
 
 import math
+import numbers
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 from jscaler.clusters import Cluster
 from jscaler.collector import no_full_collections
-from jscaler.errors import DeviceError, PlanError
+from jscaler.errors import DeviceError, PlanError, shown
 from jscaler.estimate.fitting import batch_size
 from jscaler.ir import Graph
 from jscaler.plan_search.branch_and_bound import Search
@@ -16,6 +17,7 @@ from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.plan_search.found import Found, Reason
 from jscaler.spaces import Point, Setting
 from jscaler.spaces.built_in import AnySpace
+from jscaler.text.units import readable_bytes
 
 SMALLEST = 3  # plans whose cost is asked where nothing fits
 FOR_REASONS = 0.2  # of the seconds: for what other choices would cost
@@ -80,7 +82,7 @@ class _Run:
             raise DeviceError(f"search: cluster '{cluster.name}' does not say what its devices are: seconds have no price")
         self.begun, self.seconds, self.told, self.compiled_peak = time.perf_counter(), seconds, told, compiled_peak
         self.cluster, self.spaces = cluster, spaces
-        self.memory = memory if memory is not None else cluster.memory or None
+        self.memory = memory if memory is not None else max(kind.memory for kind in cluster.kinds) or None
         told(Progress("pricing one device"))
         self.candidates = Candidates(graph, cluster, donated)
         per_host = min(kind.devices_per_host for kind in cluster.kinds)
@@ -92,7 +94,7 @@ class _Run:
                 f"search: the space {'; '.join(str(one) for space in spaces for one in space)} has no plan for "
                 f"{self.at.devices} devices, {self.at.per_host} of a host, and {self.at.batch} rows of a batch"
             )
-        self.note, self.stopped = "", False
+        self.note, self.interrupted = "", False
 
     def _points(self, spaces: Sequence[AnySpace]) -> list[Point]:
         return [point for space in spaces for point in space.points(self.at)]
@@ -111,12 +113,12 @@ class _Run:
                 self._confirm_smallest()
             why = tuple(self._reasons(search.best)) if search.best is not None else ()
         except KeyboardInterrupt:
-            complete, why = False, ()
+            complete, why, self.interrupted = False, (), True
         legal = sorted((one for one in search.looked if one.is_known), key=lambda one: (one.seconds, one.text))
         illegal = {one.text: one.why for one in search.looked if not one.is_known}
         return Found(
             self.cluster, self.memory, search.best, search.bound, why, tuple(legal), illegal, search.num_points,
-            time.perf_counter() - self.begun, complete, self.note,
+            time.perf_counter() - self.begun, complete, self.interrupted, self.note,
         )  # fmt: skip
 
     def _exhaust(self, search: Search, seconds: float, stage: str = "") -> bool:
@@ -161,13 +163,13 @@ class _Run:
         fitting = [one for one in self.search.looked if one.is_known and not self.search.is_too_large(one)]
         fitting.sort(key=lambda one: (one.seconds, one.text))
         for name, value in best.point.numbers.items():
-            others = [one for one in fitting if one.point.numbers.get(name, value) != value]
+            others = [one for one in fitting if one.point.numbers.get(name, value) != value and one.seconds > best.seconds]
             for other in others:
                 if time.perf_counter() > until:
                     return
                 self.candidates.confirmed(other)
                 if other.is_known and not self.search.is_too_large(other):
-                    said = f"{name.rpartition('.')[2]}={value}"
+                    said = f"{name.removeprefix('plan.')}={value}"
                     yield Reason(said, other.text, other.seconds - best.seconds, other.peak)
                     break
 
@@ -175,7 +177,7 @@ class _Run:
         """Constraints without which the step would be faster: memory, and limits of domains."""
         wider: list[tuple[str, list[list[Point]], float | None]] = []
         if self.memory is not None:
-            wider.append((f"memory={self.memory / 1e9:.1f} GB", [self._points(space) for space in self.spaces], None))
+            wider.append((f"memory={readable_bytes(self.memory)}", [self._points(space) for space in self.spaces], None))
         for spaces in self.spaces:
             for space in spaces:
                 wider += [(text, [[*other.points(self.at)]], self.memory) for text, other in space.unlimited()]
@@ -189,8 +191,12 @@ class _Run:
                 yield Reason(text, free.text, free.seconds - best.seconds, free.peak)
 
 
-def seconds_checked(seconds: Any) -> float:
-    """``seconds`` as a positive number; raises PlanError otherwise."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise PlanError(f"search: seconds is how long it may take, a number above 0, not {seconds!r}")
-    return float(seconds)
+def limits_checked(seconds: Any, memory: Any) -> tuple[float, float | None]:
+    """Seconds, and bytes of a device where they are given; raises PlanError where they are no numbers above 0."""
+    wanted = (("seconds is how long it may take", seconds), ("memory is bytes of a device", memory))
+    for what, value in wanted[: 1 if memory is None else 2]:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > 0:
+            raise PlanError(f"search: {what}, a number above 0, not {shown(value)}")
+    if seconds == math.inf:
+        raise PlanError("search: seconds is how long it may take, a finite number; Ctrl-C ends a search, too")
+    return float(seconds), None if memory is None or memory == math.inf else float(memory)

@@ -63,6 +63,7 @@ class Found:
         num_points: how many plans the spaces have.
         searched: seconds that the search took.
         complete: whether it went to its end, and was not stopped.
+        interrupted: whether Ctrl-C stopped it.
         note: what else is to be said: of XLA's account of the memory, say.
 
     Example:
@@ -89,6 +90,7 @@ class Found:
     num_points: int
     searched: float
     complete: bool
+    interrupted: bool = False
     note: str = ""
 
     @property
@@ -216,17 +218,20 @@ def verdict(found: Found) -> list[str]:
 def nothing_fits(found: Found) -> list[str]:
     """How much is missing, where, and what would help."""
     best = found.smallest
+    if best is None and not found.illegal:
+        return ["the search was stopped before any plan was looked at: give it more seconds"]
     if best is None:
         reasons = list(dict.fromkeys(found.illegal.values()))[:3]
         return ["nothing is legal for this step: " + "; ".join(reasons)]
     assert found.memory is not None
     at, helps = "", "more devices, a smaller batch, fewer bits"
+    stopped = "" if found.complete else " of what was looked at before time was over"
     if best.cost is not None:
         memory = best.cost.memory
         state = memory.parameters + memory.optimizer
         at = f"; most in {memory.at or 'the results'}, where parameters and optimizer take {readable_bytes(state)}"
         helps = "more devices" if state > found.memory / 2 else "a smaller batch, a shorter sequence, fewer bits"
     return [
-        f"nothing fits: the least is {best.text} with {readable_bytes(best.peak)}, "
+        f"nothing fits{stopped}: the least is {best.text} with {readable_bytes(best.peak)}, "
         f"{readable_bytes(best.peak - found.memory)} more than a device has{at}; what would help: {helps}"
     ]

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 
 from jscaler.clusters import Cluster
-from jscaler.errors import CaptureError, PlanError, shown
+from jscaler.errors import CaptureError, shown
 from jscaler.ir import Graph
 from jscaler.lower.step_plan import graph_of
 from jscaler.plan_search.at_hand import cluster_at_hand
 from jscaler.plan_search.compiled import asked_of_xla
-from jscaler.plan_search.engine import search_graph, seconds_checked
+from jscaler.plan_search.engine import limits_checked, search_graph
 from jscaler.plan_search.found import Found
 from jscaler.plan_search.shown_progress import shown_progress
 from jscaler.runtime.arguments import Arguments
@@ -40,8 +40,8 @@ def search(
         step: a train step as it is, or parallelized, with its arguments behind it; or its graph, or a lowered step.
         args: arrays or ``jax.ShapeDtypeStruct`` objects.
         target: a `Cluster`, a name (``"8xH100-80GB"``) or a .toml file; the devices at hand by default.
-        space: a `jscaler.spaces.Space`, the name of a built-in one (``"megatron"``), or several; all built-in ones by
-            default.
+        space: a `jscaler.spaces.Space`, the name of a built-in one (``"megatron"``), or several; by default
+            those of published plans and ``per_op``.
         seconds: how long the search may take.
         memory: bytes that each device may take; all that it has by default.
         confirm: whether XLA compiles the best plan for the target and says what it takes: where it does not fit, the search
@@ -62,20 +62,20 @@ def search(
         >>> found.chosen.text, found.bound <= found.cost.seconds.total, found.complete
         ('zero1', True, True)
     """
-    spaces, limit = as_spaces(space), seconds_checked(seconds)
-    if memory is not None and not (isinstance(memory, int | float) and memory > 0):
-        raise PlanError(f"search: memory is bytes of a device, a number above 0, not {shown(memory)}")
+    spaces, (limit, most) = as_spaces(space), limits_checked(seconds, memory)
     graph = _graph(step, args)
     cluster = cluster_at_hand(jax.devices(), jax.device_count()) if target is None else find_target(target)
     with shown_progress() as told:
         return search_graph(
-            graph, cluster, spaces, seconds=limit, memory=memory, donated=donated, told=told,
+            graph, cluster, spaces, seconds=limit, memory=most, donated=donated, told=told,
             compiled_peak=asked_of_xla(cluster, confirm),
         )  # fmt: skip
 
 
 def _graph(step: Any, args: tuple[Any, ...]) -> Graph:
     if not args:
+        if callable(step) and not hasattr(step, "plan"):
+            raise CaptureError("search takes a train step with its arguments behind it: jscaler.search(step, state, batch)")
         return graph_of("search", step)
     capture: Callable[..., Graph] | None = getattr(step, "graph", None)
     if callable(capture):

@@ -60,6 +60,8 @@ def find_stages(
     units = _units(graph, batch, apart)
     if graph.stored and not graph.calls and not units:
         return {}
+    if not units:
+        raise PlanError("no op of a forward pass depends on data and parameters, so nothing can lie in stages")
 
     def cuts_of(chain: Sequence[Unit], stages: int) -> list[int]:
         if layers is not None:

@@ -48,10 +48,11 @@ def as_spaces(given: Any) -> list[Sequence[AnySpace]]:
             if one not in SPACES:
                 raise UnknownNameError("space", one, [*SPACES], "; a space of your own is a jscaler.spaces.Space")
             found.append(SPACES[one]())
-        elif one in CLOSED:
-            found.append(one())
+        elif callable(one):
+            made = next((made for made in CLOSED if made is one), None)
+            found.append(made() if made is not None else [OpenSpace(one)])
         else:
             raise PlanError(f"a space is a jscaler.spaces.Space, or the name of a built-in one, not {shown(one)}")
     if not found:
-        raise PlanError(f"search: no space is given; leave it out for all of {', '.join(SPACES)}")
+        raise PlanError(f"search: no space is given; there are {', '.join(SPACES)}")
     return found

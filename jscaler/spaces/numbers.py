@@ -177,7 +177,8 @@ def rest_of_devices(*names: str) -> Domain:
                     f"rest_of_devices('{name}'): the space has chosen {', '.join(at.numbers) or 'nothing'} so far; "
                     f"give '{name}' in front of it"
                 )
-            left = left // at.numbers[name] if left % at.numbers[name] == 0 else 0
+            count = check_count(f"rest_of_devices: {name}", at.numbers[name])
+            left = left // count if left % count == 0 else 0
         return [[left]] if left else []
 
     return Domain(f"rest_of_devices({', '.join(map(repr, names))})", chains)

@@ -1,9 +1,11 @@
 """``OpenSpace``: a policy with holes on a mesh, in micro-batches. A point of it is an integer program."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jscaler.errors import PlanError, check_count, shown
 from jscaler.spaces.numbers import Domain, Setting, as_domain, meshes, parts_of_batch
 from jscaler.spaces.space import Opening, Point
 
@@ -32,18 +34,34 @@ class OpenSpace:
     mesh: Any = field(default_factory=meshes)
     microbatches: Any = field(default_factory=parts_of_batch)
 
+    def __post_init__(self) -> None:
+        if not callable(self.policy):
+            raise PlanError(f"OpenSpace takes a policy with holes, policy(graph, devices), not {shown(self.policy)}")
+        if isinstance(self.mesh, tuple) and all(isinstance(size, int) for size in self.mesh):
+            object.__setattr__(self, "mesh", [self.mesh])
+
+    @property
+    def name(self) -> str:
+        """The policy's."""
+        return getattr(self.policy, "__name__", type(self.policy).__name__)
+
     def __str__(self) -> str:
-        return f"{self.policy.__name__}(mesh={self.mesh}, microbatches={self.microbatches})"
+        return f"{self.name}(mesh={self.mesh}, microbatches={self.microbatches})"
 
     def points(self, at: Setting) -> Iterator[Point]:
         """A point for each mesh and number of micro-batches."""
         for mesh in as_domain(self.mesh).values(at):
+            if not isinstance(mesh.value, tuple | list) or not all(isinstance(n, int) and n > 1 for n in mesh.value):
+                raise PlanError(f"OpenSpace: a mesh is the sizes of its axes, each 2 or more, not {shown(mesh.value)}")
+            if math.prod(mesh.value) != at.devices:
+                continue
             for count in as_domain(self.microbatches).values(at):
-                numbers = {"space": self.policy.__name__, "mesh": mesh.value, "microbatches": count.value}
-                text = f"{self.policy.__name__}(mesh={mesh.value}, microbatches={count.value})"
+                check_count("OpenSpace: microbatches", count.value)
+                numbers = {"space": self.name, "mesh": mesh.value, "microbatches": count.value}
+                text = f"{self.name}(mesh={mesh.value}, microbatches={count.value})"
                 opening = Opening(self.policy, tuple(mesh.value), count.value)
-                family = self.policy.__name__, mesh.value, count.chain
-                yield Point(text, _opened, numbers, family, (count.rank,), (count.saves,), opening)
+                family = self.policy, mesh.value, count.chain
+                yield Point(text, _opened, numbers, family, (count.rank,), (count.saves,), opening, (self.policy,))
 
     def unlimited(self) -> "Iterator[tuple[str, OpenSpace]]":
         """For each domain that has a limit, its text and the space without that limit."""

@@ -1,5 +1,6 @@
 """``Space``: a policy whose arguments have domains. Each choice of values is a `Point`: a policy without holes."""
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jscaler import plans
-from jscaler.errors import PlanError, UnknownNameError, shown
+from jscaler.errors import PlanError, UnknownNameError, check_count, shown
 from jscaler.spaces.numbers import Domain, Setting, Value, as_domain
 
 Policy = Callable[..., Any]
@@ -34,6 +35,7 @@ class Point:
         ranks: the place of each value in its chain.
         saves: of each, whether a higher rank holds less memory.
         opening: of a policy with holes, what is to be filled; else None.
+        policies: policies of one's own that it is made of, which the text has by their names alone.
     """
 
     text: str
@@ -43,6 +45,12 @@ class Point:
     ranks: tuple[int, ...]
     saves: tuple[bool, ...] = field(compare=False)
     opening: Opening | None = field(default=None, compare=False)
+    policies: tuple[Any, ...] = ()
+
+    @property
+    def key(self) -> object:
+        """What tells it from all others."""
+        return self.text, self.policies
 
     def is_behind(self, other: "Point") -> bool:
         """Whether it computes and sends at least as much as ``other``, of one family."""
@@ -110,9 +118,20 @@ class Space:
             self._parameters = dict([*inspect.signature(policy).parameters.items()][2:])
         else:
             raise PlanError(f"a space is laid over a built-in plan's name or a policy, not {shown(policy)}")
-        for name in numbers:
-            if name not in self._parameters:
+        kinds = inspect.Parameter
+        for name in (*numbers, *(alone or ())):
+            anything = any(one.kind is kinds.VAR_KEYWORD for one in self._parameters.values())
+            if name not in self._parameters and not anything:
                 raise UnknownNameError("argument", name, [*self._parameters], f" of '{self.name}'")
+        missing = [name for name in alone or () if name not in numbers]
+        if self._factory is None:
+            several = (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
+            needed = [n for n, one in self._parameters.items() if one.default is kinds.empty and one.kind not in several]
+            missing += [name for name in needed if name not in numbers]
+        if missing:
+            raise PlanError(f"'{self.name}' needs {', '.join(missing)}: give each a domain or a value")
+        if where is not None and not callable(where):
+            raise PlanError(f"where is a function of the chosen numbers, not {shown(where)}")
         self.policy, self.numbers, self.where, self.alone = policy, numbers, where, alone
 
     def __str__(self) -> str:
@@ -150,7 +169,7 @@ class Space:
                 yield {name: value, **more}
 
     def _point(self, chosen: Mapping[str, Value], numbers: Mapping[str, Any]) -> Point:
-        family: list[Any] = [self.name]
+        family: list[Any] = [self.name if self._factory is not None else self.policy]
         ranks: list[int] = []
         saves: list[bool] = []
         for name, value in chosen.items():
@@ -165,8 +184,11 @@ class Space:
         given = {name: value.value for name, value in chosen.items()}
         if self.alone is not None and all(given[name] == value for name, value in self.alone.items()):
             inner: Point = given["plan"]
-            return Point(inner.text, inner.make, numbers, tuple(family), tuple(ranks), tuple(saves))
-        return Point(self._call(given), lambda: self._make(given), numbers, tuple(family), tuple(ranks), tuple(saves))
+            return replace(inner, numbers=numbers, family=tuple(family), ranks=tuple(ranks), saves=tuple(saves))
+        inside = [policy for value in given.values() if isinstance(value, Point) for policy in value.policies]
+        own = (*([] if self._factory is not None else [self.policy]), *inside)
+        make = functools.partial(self._make, given)
+        return Point(self._call(given), make, numbers, tuple(family), tuple(ranks), tuple(saves), None, own)
 
     def _call(self, given: Mapping[str, Any]) -> str:
         """The call as a person writes it: what must be given by position, and nothing that is so by default."""
@@ -216,7 +238,7 @@ def _values(name: str, given: Any, at: Setting) -> Iterator[Value]:
     if isinstance(given, InEachStage):
         if given.stages not in at.numbers:
             raise PlanError(f"in_each_stage: '{given.stages}' is not chosen yet; give it in front of '{name}'")
-        count = at.numbers[given.stages]
+        count = check_count(f"in_each_stage: {given.stages}", at.numbers[given.stages])
         if at.devices % count:
             return
         devices = at.devices // count

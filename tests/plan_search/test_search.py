@@ -13,7 +13,7 @@ from jscaler import spaces as s
 from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError, PlanError, PlanWarning
 from jscaler.plan_search.branch_and_bound import CLOSE
-from jscaler.plan_search.candidates import Candidate
+from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.plan_search.engine import Progress, search_graph
 from jscaler.plan_search.found import Found
 
@@ -183,6 +183,59 @@ def test_auto_is_a_plan_and_evaluations_follow_it() -> None:
 
     np.testing.assert_allclose(evaluate(state, batch), value, rtol=1e-5)
     assert step.lower(state, batch).plan.plan.num_devices == 2
+
+
+def test_an_interrupt_while_a_plan_is_priced_leaves_it_open(graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    price = Candidates._price
+
+    def interrupted(self: Candidates, candidate: Candidate) -> None:
+        if candidate.text == "data_parallel":
+            raise KeyboardInterrupt
+        price(self, candidate)
+
+    monkeypatch.setattr(Candidates, "_price", interrupted)
+    found = search_graph(graph, CLUSTER, [[s.Space("zero3"), s.Space("data_parallel")]])
+    best = jscaler.cost(graph, "data_parallel", CLUSTER).seconds.total
+    assert found.interrupted
+    assert found.bound <= best
+    monkeypatch.undo()
+    monkeypatch.setattr(Candidates, "_price", lambda self, candidate: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert "stopped before any plan was looked at" in str(search_graph(graph, CLUSTER, [SMALL]))
+    step = jscaler.parallelize(jscaler.Auto(space="zero"), devices=4, cluster=CLUSTER)(train_step)
+    with pytest.raises(KeyboardInterrupt):
+        step.lower(*arguments())
+
+
+def test_policies_of_one_name_are_several_points(graph: Any) -> None:
+    def named(plan: str) -> Any:
+        def mine(graph: Any, devices: Any, parts: int) -> None:
+            if parts < 16:
+                raise PlanError("so few parts do not go")
+            jscaler.plans.by_name(plan)(graph, devices)
+
+        return mine
+
+    spaces = [s.Space(named(plan), parts=s.in_order(1, 2, 4, 8, 16)) for plan in ("single", "zero1")]
+    found = search_graph(graph, CLUSTER, [spaces])
+    assert found.num_points == 10
+    assert [one.text for one in found.candidates] == ["mine(16)"] * 2
+    assert found.chosen is not None
+    costs = sorted(jscaler.cost(graph, plan, CLUSTER).seconds.total or 0.0 for plan in ("single", "zero1"))
+    assert [one.seconds for one in found.candidates] == pytest.approx(costs, rel=0.03)  # the slower one by tables
+    assert found.chosen.seconds == costs[0]
+
+
+def test_memory_counts_on_devices_of_several_kinds(graph: Any) -> None:
+    cluster = find_cluster("2xV100-32GB+2xA100-80GB")
+    assert search_graph(graph, cluster, [[s.Space("zero1")]], memory=1000.0).plan is None
+    assert search_graph(graph, cluster, [[s.Space("zero1")]]).plan is not None
+
+
+def test_a_plan_is_searched_once_for_what_init_and_lower_ask() -> None:
+    state, batch = arguments(4)
+    step = jscaler.parallelize(jscaler.Auto(space="zero"), devices=2, cluster="8xH100-80GB")(train_step)
+    first = step.lower(state, batch).plan.plan
+    assert step.lower(state, batch).plan.plan is first
 
 
 def test_devices_that_nobody_knows_are_said() -> None:
