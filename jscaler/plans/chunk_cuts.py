@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jscaler.tables import Table
+from jscaler.tables.legal import check_own_order
 from jscaler.tables.simulator import UNITS, Turn, turn_tasks, turns_of
 from jscaler.tables.tasks import times_of
 
@@ -36,7 +37,13 @@ class StageOrder:
 
     @staticmethod
     def of(lies: Sequence[int], table: Table | None) -> "StageOrder":
-        """Of stages whose groups are ``lies``, and their table; None if it is still to be searched."""
+        """Of stages whose groups are ``lies``, and their table; None if it is still to be searched.
+
+        Raises:
+            OrderError: a block stands in front of one that it waits for.
+        """
+        if table is not None:
+            check_own_order(table)
         return StageOrder(tuple(lies), turns_of(table) if table is not None else ())
 
     def seconds(self, shares: Sequence[float]) -> float:

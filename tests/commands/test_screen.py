@@ -65,6 +65,10 @@ SMALLER = {
         f'plan {NANO} --plan "megatron(dp=2, tp=4, zero=1)" --target 8xH100-80GB --save {{folder}}/plan.json',
         (NARROW, WIDE),
     ),
+    "jscaler search --model gpt-1.3b --target 16xA100-80GB --batch 256 --save plan.json": (
+        f"search {OWN} --target 2xA100-80GB --space zero --no-confirm --save {{folder}}/found.json",
+        (NARROW, WIDE),
+    ),
     "jscaler fit --model gpt-1.3b --target V100-32GB --seq 16384": (
         "fit --model gpt-nano --target V100-32GB --seq 16 --no-confirm --all",
         (NARROW, WIDE),
@@ -85,6 +89,7 @@ BESIDE = [  # which the README does not show
     "export --part params {folder}/run {folder}/net.safetensors",
     f"profile {NANO} --batch 2 --seq 8 --plan data_parallel --devices 2 --whole --platform cpu --out {{folder}}/seen.json",
     "runs {folder}/logs --draw {folder}/losses.png",
+    f"diff zero1 zero3 {OWN} --target 2xA100-80GB",
 ]
 USES_ROOM = ("compile", "plan", "fit", "redistribute")  # have more to show than 80 columns
 SEEN = [
