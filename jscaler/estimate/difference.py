@@ -324,7 +324,7 @@ def _table(found: Difference, most: int) -> FittingTable:
 
 def _memory_table(found: Difference) -> FittingTable:
     made = FittingTable("memory at the worst moment")
-    made.add_column("")
+    made.add_column("kind")
     for name in ("in a", "in b", "b less a"):
         made.add_column(name, justify="right")
     for kind, (a, b) in found.memory_by_kind.items():
