@@ -162,7 +162,7 @@ def parallelize(
 
 
 def _policy(plan: PlanLike) -> Callable[..., Any] | Plan | Auto:
-    if isinstance(plan, Auto) or plan == "auto":
+    if isinstance(plan, Auto) or (isinstance(plan, str) and plan == "auto"):
         return plan if isinstance(plan, Auto) else Auto()
     policy = plans.by_name(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
     if name := next((name for name, made in plans.PLANS.items() if made is policy), ""):
