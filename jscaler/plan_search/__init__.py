@@ -1,1 +1,1 @@
-"""Planning by search: of the plans of a space the one of least seconds within the memory, and a bound of all of them."""
+"""Planning by search: the fastest plan of a space that fits, and a bound of all others."""

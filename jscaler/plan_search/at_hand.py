@@ -14,7 +14,7 @@ STAND_IN = "H100-80GB"  # where nobody knows the devices: virtual CPUs, say
 
 
 def cluster_at_hand(devices: Sequence[Any], count: int) -> Cluster:
-    """A cluster of ``count`` devices like those at hand, with the links that are usual for them.
+    """A cluster of ``count`` devices of the kind at hand, with usual links.
 
     Warns where they are of no kind that is known: they are priced as another kind, whose memory they may not have.
     """

@@ -49,7 +49,7 @@ class Auto:
 
 
 def searched_plan(auto: Auto, graph: Graph, num_devices: int, cost: CostModel, donated: bool) -> Plan:
-    """The plan that is found. Of a job of several processes the first searches, and all others get its plan.
+    """Search for a plan. In a job of several processes only the first searches; the others get its plan.
 
     Args:
         donated: whether the step updates its state in place.
@@ -77,7 +77,7 @@ def searched_plan(auto: Auto, graph: Graph, num_devices: int, cost: CostModel, d
 
 
 def _found(auto: Auto, graph: Graph, num_devices: int, cost: CostModel, donated: bool) -> Found:
-    """What a search finds for ``num_devices`` of a cluster; by default of those at hand."""
+    """The result of a search on ``num_devices`` of a cluster, or of the devices at hand."""
     given = isinstance(cost, Cluster)
     cluster = of_devices(cost, num_devices) if given else cluster_at_hand(jax.devices(), num_devices)
     with shown_progress() as told:

@@ -1,8 +1,8 @@
-"""Branch and bound over the points of spaces, by tables: which are worth a look, and what none of the others is below.
+"""Branch and bound over the points of spaces, priced by tables: which points to price next, and a bound of all others.
 
-Points of one family differ by arguments that are in order: more micro-batches, say, or a later schedule. None of them
-computes or sends less than those in front of it. What the busiest devices have to do in one point bounds all behind it,
-and a point that does not fit rules out all that hold more.
+Points of one family differ only in ordered arguments: more micro-batches, or a later schedule. A later point never computes
+or sends less than an earlier one. So the busiest device of an earlier point bounds the seconds of all later points. A point
+that does not fit rules out all points that hold more.
 """
 
 import itertools
@@ -13,41 +13,41 @@ from dataclasses import dataclass, field
 from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.spaces import Point
 
-SURELY = 1.6  # of a device's memory: what fits has no higher price by tables (bench.prices: at most 1.45 times its peak)
-ABOVE = 0.03  # tables may price a plan higher than jscaler.cost does by this part (bench.search)
-CLOSE = 0.002  # a plan that is faster by less is not looked for
+SURELY = 1.6  # tables put a peak at most so many times too high (bench.prices: 1.45)
+ABOVE = 0.03  # tables put seconds at most by this part too high (bench.search --only brute)
+CLOSE = 0.002  # a gain below this part is not searched for
 
 
 @dataclass
 class Family:
-    """The points that differ by ordered arguments alone.
+    """Points that differ only in ordered arguments.
 
     Attributes:
-        open: those of which nothing is known, those in front first.
-        looked: those that were priced.
+        open: points that are not priced yet, earlier ones first.
+        priced: candidates that are priced.
     """
 
     open: list[Point]
-    looked: list[Candidate] = field(default_factory=list)
+    priced: list[Candidate] = field(default_factory=list)
 
     @property
     def is_illegal(self) -> bool:
-        """Whether all that were priced are not legal, for one reason."""
-        return not any(one.is_known for one in self.looked) and len({one.why for one in self.looked}) == 1
+        """Whether all priced points are illegal for the same reason."""
+        return not any(one.is_known for one in self.priced) and len({one.why for one in self.priced}) == 1
 
     def bound(self, point: Point, floor: float) -> float:
-        """Seconds that ``point`` is not below, by those that it stands behind."""
-        known = [one for one in self.looked if one.is_known and one.least is None]  # others chose what fits
+        """A lower bound of the seconds of ``point``, from earlier points that are priced."""
+        known = [one for one in self.priced if one.is_known and one.least is None]  # a point with holes was filled to fit
         busy = (one.busiest for one in known if point.is_behind(one.point))
         return max(busy, default=floor)
 
 
-class Search:
-    """A search that can be asked for one step after another.
+class BranchAndBound:
+    """Branch and bound, step by step.
 
     Attributes:
-        memory: bytes of a device; None where it does not count.
-        best: the fastest plan that fits, by its cost.
+        memory: bytes of a device; None for no limit.
+        best: the candidate that fits with the lowest cost.
     """
 
     def __init__(self, candidates: Candidates, spaces: Iterable[Iterable[Point]], memory: float | None):
@@ -69,53 +69,55 @@ class Search:
         self.num_points = len(seen)
 
     @property
-    def looked(self) -> list[Candidate]:
-        """All candidates that were priced."""
-        return [one for family in self.families for one in family.looked]
+    def priced(self) -> list[Candidate]:
+        """All candidates that are priced."""
+        return [one for family in self.families for one in family.priced]
 
     def steps(self) -> Iterator[Candidate]:
-        """Look at one point after another, until no other can be faster; each is given when it is known.
+        """Price one point after another until no other can be faster; yields each candidate.
 
-        Of one space after the other the first points of all families are looked at, and then what they leave open.
+        For each space in turn: the first point of each family, then the points that may still be the best.
         """
         begun: list[Family] = []
         for families in self._of_spaces:
             for family in families:
-                if not family.looked and family.open[0].opening is None:  # to fill holes takes longer: best first
-                    yield self._look(family, family.open[0])
+                if (
+                    not family.priced and family.open[0].opening is None
+                ):  # holes take long to fill: the most promising first
+                    yield self._price(family, family.open[0])
             begun += families
             while (chosen := self._next(begun)) is not None:
-                yield self._look(*chosen)
+                yield self._price(*chosen)
         yield from self._confirm_all()
 
     def _next(self, families: Sequence[Family]) -> tuple[Family, Point] | None:
-        """The point to look at: of the family with the lowest bound the one in the middle."""
+        """The point to price next: the middle one of the family with the lowest bound."""
         least, found = (math.inf, 0.0), None
         for family in families:
-            worth = self._worth(family)
-            bound = min((bound for bound, _ in worth), default=math.inf)
-            chosen = min((point for _, point in worth), key=self._far, default=None)
+            promising = self._promising(family)
+            bound = min((bound for bound, _ in promising), default=math.inf)
+            chosen = min((point for _, point in promising), key=self._far, default=None)
             if chosen is not None and (bound, self._far(chosen)) < least:
-                middle = worth[len(worth) // 2][1] if chosen.opening is None else chosen
+                middle = promising[len(promising) // 2][1] if chosen.opening is None else chosen
                 least, found = (bound, self._far(chosen)), (family, middle)
         return found
 
     def _far(self, point: Point) -> float:
-        """How far a point with holes is from the best in its number of micro-batches."""
+        """How far the micro-batches of a point with holes are from those of the best candidate."""
         if point.opening is None or self.best is None:
             return 0.0
         return abs(math.log(point.opening.microbatches / self.best.point.numbers.get("microbatches", 1)))
 
-    def _worth(self, family: Family) -> list[tuple[float, Point]]:
-        """The open points of a family that may be faster than the best and may fit, with their bounds."""
+    def _promising(self, family: Family) -> list[tuple[float, Point]]:
+        """The open points that may fit and be faster than the best, with their bounds."""
         floor, most = self.candidates.floor, self._most
         found = []
-        if family.open and len(family.looked) > 1 and family.is_illegal:
-            self._look(family, family.open[-1])
+        if family.open and len(family.priced) > 1 and family.is_illegal:
+            self._price(family, family.open[-1])
             if family.is_illegal:
-                family.open.clear()  # what is wrong with the first and the last has nothing to do with the numbers
+                family.open.clear()  # the first and the last are illegal for one reason
         for point in [*family.open]:
-            if any(one.point.holds_less(point) for one in family.looked if self.is_too_large(one)):
+            if any(one.point.holds_less(point) for one in family.priced if self._rules_out(one)):
                 family.open.remove(point)
                 continue
             bound = family.bound(point, floor)
@@ -125,62 +127,66 @@ class Search:
 
     @property
     def _most(self) -> float:
-        """Seconds by tables below which a plan is looked for."""
+        """A plan must take fewer seconds than this, by tables, to be worth a look."""
         if self.best is None:
             return math.inf
         seconds = self.best.price.seconds if self.best.price is not None else self.best.seconds
         return seconds * (1 - CLOSE)
 
     def is_too_large(self, one: Candidate) -> bool:
-        """Whether it surely does not fit."""
+        """Whether it does not fit for certain."""
         if self.memory is None or not one.is_known:
             return one.none_fits
         if one.cost is not None or one.compiled_peak is not None:
             return not one.fits(self.memory)
         return one.peak > SURELY * self.memory
 
-    def _look(self, family: Family, point: Point) -> Candidate:
+    def _rules_out(self, one: Candidate) -> bool:
+        """Whether points that hold more cannot fit. For a point with holes this needs a proof for all its plans."""
+        return one.none_fits if one.point.opening is not None else self.is_too_large(one)
+
+    def _price(self, family: Family, point: Point) -> Candidate:
         one = self.candidates.priced(point, self.memory)
         family.open.remove(point)  # behind its price: an interrupt leaves it open
-        family.looked.append(one)
+        family.priced.append(one)
         if one.is_known and not self.is_too_large(one) and one.seconds < self._most:
             self._confirm(family, one)
         return one
 
     def _confirm(self, family: Family, one: Candidate) -> None:
-        """Ask ``jscaler.cost`` of one that seems faster, unless others of its family say that it is too large."""
-        ratios = [c.cost.memory.peak / c.price.peak for c in family.looked if c.cost is not None and c.price is not None]
+        """Ask ``jscaler.cost``, unless costs of its family show that it is too large."""
+        ratios = [c.cost.memory.peak / c.price.peak for c in family.priced if c.cost is not None and c.price is not None]
         if self.memory is not None and one.cost is None and ratios and min(ratios) * one.peak > 1.1 * self.memory:
             return
-        self.take(self.candidates.confirmed(one))
+        self.keep(self.candidates.confirmed(one))
 
-    def take(self, one: Candidate) -> None:
-        """Note a candidate whose cost is known: the best, if it fits and is the fastest."""
+    def keep(self, one: Candidate) -> None:
+        """Keep a candidate as the best if it fits and its cost is the lowest."""
         fits = one.cost is not None and not self.is_too_large(one)
         if fits and (self.best is None or one.seconds < self.best.seconds):
             self.best = one
 
     def _confirm_all(self) -> Iterator[Candidate]:
-        """Those that by tables may be faster than the best."""
+        """Ask the cost of all candidates that may be faster than the best, by tables."""
         while True:
             most = math.inf if self.best is None else self.best.seconds
             left = [one for one in self._open_candidates() if one.seconds * (1 - ABOVE) < most]
             if not left:
                 return
             one = min(left, key=lambda c: (c.seconds, c.text))
-            self.take(self.candidates.confirmed(one))
+            self.keep(self.candidates.confirmed(one))
             yield one
 
     def _open_candidates(self) -> list[Candidate]:
-        """Those that may fit and have no cost yet."""
-        return [one for one in self.looked if one.is_known and one.cost is None and not self.is_too_large(one)]
+        """Candidates that may fit and have no cost yet."""
+        return [one for one in self.priced if one.is_known and one.cost is None and not self.is_too_large(one)]
 
     @property
     def order(self) -> float:
-        """1 where all that was looked at kept the order; else the part of another's seconds that one behind it takes."""
+        """1 if no later point was cheaper than an earlier one; else the lowest ratio of the two."""
         kept = 1.0
         for family in self.families:
-            known = [one for one in family.looked if one.is_known and one.least is None]
+            known = [one for one in family.priced if one.is_known and one.least is None]
             for first, second in itertools.permutations(known, 2):
                 if second.point.is_behind(first.point):
                     kept = min(kept, second.busiest / first.busiest)
@@ -188,13 +194,13 @@ class Search:
 
     @property
     def bound(self) -> float:
-        """Seconds that no plan of the spaces that fits is below, by tables."""
+        """A lower bound of the seconds of all plans that fit, by tables."""
         floor = self.candidates.floor
         least = math.inf if self.best is None else self.best.seconds
         for one in self._open_candidates():
             least = min(least, one.seconds * (1 - ABOVE))
-        filled = [one.least for one in self.looked if one.least is not None and one.is_known]
-        least = min([least, *(seconds * (1 - ABOVE) for seconds in filled)])
+        filled = [one.least for one in self.priced if one.least is not None]
+        least = min([least, *(max(seconds, floor) * (1 - ABOVE) for seconds in filled)])
         below = (1 - ABOVE) * self.order
         for family in self.families:
             for point in family.open:
@@ -202,9 +208,9 @@ class Search:
         return max(least, floor * (1 - ABOVE)) if least < math.inf else floor
 
     def too_large(self, one: Candidate, peak: int) -> None:
-        """XLA needs ``peak`` bytes for a candidate, which is more than a device has: another is the best."""
+        """Drop a candidate that needs ``peak`` bytes by XLA, more than a device has."""
         one.compiled_peak = peak
         self.best = None
-        for other in self.looked:
+        for other in self.priced:
             if other.cost is not None:
-                self.take(other)
+                self.keep(other)

@@ -1,6 +1,8 @@
 """The points of spaces as candidates: planned, priced by tables, and confirmed by ``jscaler.cost``, each once."""
 
 import functools
+import math
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +14,7 @@ from jscaler.estimate.cost import Cost
 from jscaler.estimate.prices import NoPriceError, Price, Prices
 from jscaler.estimate.query import cost, price_of
 from jscaler.ir import Graph
-from jscaler.plan_search.program import NothingFitsError, fill
+from jscaler.plan_search.program import NothingFitsError, UnprovedError, fill
 from jscaler.primitives import Plan
 from jscaler.spaces import Point
 from jscaler.spaces.space import Opening
@@ -20,7 +22,7 @@ from jscaler.stages import transform
 
 FILLINGS = 3  # of holes, each within less memory
 LESS = 0.995  # of what a plan that does not fit was to hold
-SOLVER_SECONDS = 20.0
+SOLVER_SECONDS = 20.0  # for the holes of a point, at most
 
 
 @dataclass(eq=False)
@@ -33,8 +35,8 @@ class Candidate:
         cost: by ``jscaler.cost``, where it was asked.
         compiled_peak: bytes that XLA allocates on a device, where it was asked.
         why: why it is not legal; or what planning it warned of.
-        least: seconds by tables that no plan of its point is below, where that has holes.
-        none_fits: whether holes can be filled in no way that fits.
+        least: for a point with holes, a lower bound of the seconds of all its plans, also if none was found.
+        none_fits: whether it is proved that no plan of a point with holes fits.
     """
 
     point: Point
@@ -53,7 +55,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as well as they are known."""
+        """Seconds of a step: by ``jscaler.cost`` if that was asked, else by tables."""
         if self.cost is not None:
             total = self.cost.seconds.total
             assert total is not None
@@ -63,7 +65,7 @@ class Candidate:
 
     @property
     def peak(self) -> float:
-        """Bytes on the device that holds most, as well as they are known."""
+        """Bytes on the fullest device: by XLA, else by ``jscaler.cost``, else by tables."""
         if self.compiled_peak is not None:
             return self.compiled_peak
         if self.cost is not None:
@@ -82,7 +84,7 @@ class Candidate:
 
     @property
     def busiest(self) -> float:
-        """Seconds of the devices that have most to do, without waiting."""
+        """Seconds of the busiest device without waiting."""
         if self.price is not None:
             return self.price.busiest
         assert self.cost is not None
@@ -101,11 +103,12 @@ class Candidates:
     def __init__(self, graph: Graph, cluster: Cluster, donated: bool = True):
         self.graph, self.cluster, self.donated = graph, cluster, donated
         self.prices = Prices(graph, cluster)
+        self.until = math.inf  # the moment at which a solver ends, too
         self._known: dict[object, Candidate] = {}
 
     @cached_property
     def floor(self) -> float:
-        """Seconds that no plan is below: the products of the step, shared by all devices without loss."""
+        """A lower bound for all plans: the products of the step, divided among the devices without loss."""
         kinds = ((kind.num_devices, replace(kind, hosts=1, devices_per_host=1)) for kind in self.cluster.kinds)
         return 1 / sum(count / max(1e-12, Prices(self.graph, one).products) for count, one in kinds)
 
@@ -145,10 +148,16 @@ class Candidates:
             self._cost(candidate)
 
     def _fill(self, opening: Opening, memory: float | None, candidate: Candidate) -> None:
-        """Fill holes; again within less memory, where ``jscaler.cost`` finds that the plan holds more than tables say."""
+        """Fill holes. If the plan does not fit by ``jscaler.cost``, fill them again within less memory."""
         wanted = memory
         for _ in range(FILLINGS):
-            found = fill(self.prices, opening.policy, opening.mesh, opening.microbatches, wanted, SOLVER_SECONDS)
+            seconds = min(SOLVER_SECONDS, max(1.0, self.until - time.perf_counter()))
+            try:
+                found = fill(self.prices, opening.policy, opening.mesh, opening.microbatches, wanted, seconds)
+            except (NothingFitsError, UnprovedError):
+                if candidate.cost is None:
+                    raise
+                return  # the plan at hand is too large; ``least`` bounds all others
             candidate.least = found.bound if candidate.least is None else candidate.least
             plan = transform(self.prices.captured, found.policy, self.cluster.num_devices, cost=self.cluster)
             candidate.plan, candidate.price = replace(plan, name=candidate.text), found.price
@@ -161,7 +170,7 @@ class Candidates:
         candidate.cost = cost(self.graph, candidate.plan, self.cluster, donated=self.donated)
 
     def _heeded(self, candidate: Candidate, work: Callable[[Candidate], None]) -> None:
-        """Do ``work``; a plan that is not legal says why, and one that is warned of, of what."""
+        """Do ``work``, and note why a plan is illegal or what it was warned of."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PlanWarning)
             try:
@@ -170,6 +179,7 @@ class Candidates:
                 candidate.plan = candidate.price = candidate.cost = None
                 candidate.why = f"{type(error).__name__}: {error}"
                 candidate.none_fits = isinstance(error, NothingFitsError)
+                candidate.least = error.bound if isinstance(error, UnprovedError) else None
                 return
             except Exception as error:
                 error.add_note(f"while planning '{candidate.text}'")

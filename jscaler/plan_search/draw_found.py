@@ -1,4 +1,4 @@
-"""What a search has looked at as a picture: seconds of a step against the memory of a device."""
+"""The plans that a search has priced, as a picture: seconds of a step against memory of a device."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -12,7 +12,7 @@ from jscaler.collector import no_full_collections
 from jscaler.errors import DeviceError, PlanError, shown
 from jscaler.estimate.fitting import batch_size
 from jscaler.ir import Graph
-from jscaler.plan_search.branch_and_bound import Search
+from jscaler.plan_search.branch_and_bound import BranchAndBound
 from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.plan_search.found import Found, Reason
 from jscaler.spaces import Point, Setting
@@ -57,22 +57,22 @@ def search_graph(
     told: Told = lambda progress: None,
     compiled_peak: Compile | None = None,
 ) -> Found:
-    """Search ``spaces``, one behind another; stops behind ``seconds``, and at Ctrl-C, with the best so far.
+    """Search ``spaces`` in turn. Stops after ``seconds`` or at Ctrl-C, with the best plan so far.
 
     Args:
         memory: bytes that each device may take; all that it has by default.
-        told: is told how far the search is.
-        compiled_peak: asks XLA what the best plan takes; where that is too much, the search goes on.
+        told: is called with the progress of the search.
+        compiled_peak: asks XLA for the peak of the best plan. If that does not fit, the search goes on.
 
     Raises:
         DeviceError: the cluster does not say what its devices are.
         PlanError: the spaces are empty for so many devices and rows.
     """
-    return _Run(graph, cluster, spaces, seconds, memory, donated, told, compiled_peak).found()
+    return _Search(graph, cluster, spaces, seconds, memory, donated, told, compiled_peak).found()
 
 
-class _Run:
-    """One search from its points to its answer."""
+class _Search:
+    """A search from its points to its answer."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, spaces: Sequence[Sequence[AnySpace]], seconds: float, memory: float | None,
@@ -88,7 +88,7 @@ class _Run:
         per_host = min(kind.devices_per_host for kind in cluster.kinds)
         self.at = Setting(cluster.num_devices, per_host, batch_size(graph))
         points = [self._points(space) for space in spaces]
-        self.search = Search(self.candidates, points, self.memory)
+        self.search = BranchAndBound(self.candidates, points, self.memory)
         if not self.search.num_points:
             raise PlanError(
                 f"search: the space {'; '.join(str(one) for space in spaces for one in space)} has no plan for "
@@ -114,31 +114,32 @@ class _Run:
             why = tuple(self._reasons(search.best)) if search.best is not None else ()
         except KeyboardInterrupt:
             complete, why, self.interrupted = False, (), True
-        legal = sorted((one for one in search.looked if one.is_known), key=lambda one: (one.seconds, one.text))
-        illegal = {one.text: one.why for one in search.looked if not one.is_known}
+        legal = sorted((one for one in search.priced if one.is_known), key=lambda one: (one.seconds, one.text))
+        illegal = {one.text: one.why for one in search.priced if not one.is_known}
         return Found(
             self.cluster, self.memory, search.best, search.bound, why, tuple(legal), illegal, search.num_points,
             time.perf_counter() - self.begun, complete, self.interrupted, self.note,
         )  # fmt: skip
 
-    def _exhaust(self, search: Search, seconds: float, stage: str = "") -> bool:
-        """Search to the end, or as long as there is time; whether it came to its end."""
+    def _exhaust(self, search: BranchAndBound, seconds: float, stage: str = "") -> bool:
+        """Search until nothing is left or time is over; returns whether it ended by itself."""
         until, last = time.perf_counter() + seconds, 0.0
+        self.candidates.until = until
         for one in search.steps():
             now = time.perf_counter()
             if now - last > 0.5:
                 last = now
                 at = stage or one.text
-                self.told(Progress(at, len(search.looked), search.num_points, self.search.best, self.search.bound))
+                self.told(Progress(at, len(search.priced), search.num_points, self.search.best, self.search.bound))
             if now > until:
                 return False
         return True
 
     def _agrees(self, one: Candidate) -> bool:
-        """Whether XLA finds room for the best plan, where it is asked."""
+        """Whether the best plan fits by XLA too; True if XLA is not asked."""
         if self.compiled_peak is None or self.memory is None or one.compiled_peak is not None:
             return True
-        self.told(Progress(f"{one.text}: compiling", len(self.search.looked), self.search.num_points, one))
+        self.told(Progress(f"{one.text}: compiling", len(self.search.priced), self.search.num_points, one))
         try:
             peak = self.compiled_peak(one)
         except DeviceError as error:
@@ -151,16 +152,16 @@ class _Run:
         return False
 
     def _confirm_smallest(self) -> None:
-        """Where nothing fits: the plans that hold least, with their costs."""
-        known = [one for one in self.search.looked if one.is_known]
+        """If nothing fits: ask the costs of the smallest plans."""
+        known = [one for one in self.search.priced if one.is_known]
         for one in sorted(known, key=lambda one: (one.peak, one.text))[:SMALLEST]:
             self.candidates.confirmed(one)
 
     def _reasons(self, best: Candidate) -> Iterator[Reason]:
-        """What binds, and what other choices would cost; as far as there is time."""
+        """Constraints that bind, then the cost of each other choice, while time allows."""
         until = time.perf_counter() + max(self._left(), FOR_REASONS * self.seconds)
         yield from self._binding(best, until)
-        fitting = [one for one in self.search.looked if one.is_known and not self.search.is_too_large(one)]
+        fitting = [one for one in self.search.priced if one.is_known and not self.search.is_too_large(one)]
         fitting.sort(key=lambda one: (one.seconds, one.text))
         for name, value in best.point.numbers.items():
             others = [one for one in fitting if one.point.numbers.get(name, value) != value and one.seconds > best.seconds]
@@ -182,7 +183,7 @@ class _Run:
             for space in spaces:
                 wider += [(text, [[*other.points(self.at)]], self.memory) for text, other in space.unlimited()]
         for text, points, memory in wider:
-            search = Search(self.candidates, points, memory)
+            search = BranchAndBound(self.candidates, points, memory)
             search.best = best
             if not self._exhaust(search, until - time.perf_counter(), f"without {text}"):
                 return

@@ -71,7 +71,7 @@ class InEachStage:
 
 
 def in_each_stage(*spaces: "Space", stages: str = "stages") -> InEachStage:
-    """The plan of a stage's devices is a point of one of these spaces.
+    """Spaces for the plan of one stage, on the devices of that stage.
 
     Args:
         stages: which argument of the plan around it says how many stages there are; it is given in front of this one.

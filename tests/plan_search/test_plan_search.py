@@ -12,10 +12,12 @@ from bench.small_step import arguments, train_step
 from jscaler import spaces as s
 from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError, PlanError, PlanWarning
+from jscaler.plan_search import candidates
 from jscaler.plan_search.branch_and_bound import CLOSE
 from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.plan_search.engine import Progress, search_graph
 from jscaler.plan_search.found import Found
+from jscaler.plan_search.program import UnprovedError
 
 CLUSTER = find_cluster("4xV100-32GB")
 INNER = [s.Space("megatron", tp=s.within_host(), dp=s.rest_of_devices("tp"), zero=s.in_order(1, 3))]
@@ -112,6 +114,20 @@ def test_holes_are_filled_and_what_is_found_is_as_good_as_plans_of_experts(graph
     assert {one.point.numbers["mesh"] for one in found.candidates} == {(4,), (2, 2)}
     less = search_graph(graph, CLUSTER, [[space]], memory=0.9 * found.chosen.peak)
     assert less.chosen is None or less.chosen.peak <= 0.9 * found.chosen.peak
+
+
+def test_holes_that_nobody_could_fill_are_in_the_bound(graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unproved(*how: Any) -> Any:
+        raise UnprovedError("no plan within 1 s; give more, or a smaller space", 1e-9)
+
+    space = s.OpenSpace(s.per_op, microbatches=s.parts_of_batch(most=4))
+    monkeypatch.setattr(candidates, "fill", unproved)
+    found = search_graph(graph, CLUSTER, [SMALL, [space]])
+    closed = search_graph(graph, CLUSTER, [SMALL])
+    assert found.chosen is not None
+    assert found.chosen.text == closed.chosen.text if closed.chosen is not None else False
+    assert found.bound < 0.5 * closed.bound
+    assert sum(why.startswith("UnprovedError: no plan within") for why in found.illegal.values()) == 6
 
 
 def test_equal_inputs_give_equal_plans(graph: Any) -> None:

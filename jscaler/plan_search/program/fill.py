@@ -13,13 +13,14 @@ from jscaler.estimate.prices.price import sum_begins
 from jscaler.ir import Op
 from jscaler.ir.walk import grouped
 from jscaler.plan_search.program.choices import ByAxis, Nodes
-from jscaler.plan_search.program.linear import Solution
+from jscaler.plan_search.program.linear import Solution, UnprovedError
 from jscaler.plan_search.program.program import Program
 from jscaler.plan_search.program.realised import policy_of
 from jscaler.primitives.planner import Policy
 from jscaler.spaces.allowed import ZEROS, Allowed, Options
 from jscaler.spaces.space_planner import space_of
 from jscaler.stages import transform
+from jscaler.text.units import counted, readable_bytes
 
 GAP = 1e-3  # within which a solution is the best
 ROUNDS = 6  # of solving for less memory
@@ -27,7 +28,7 @@ LESS = 0.995  # of what a plan that does not fit was to hold
 
 
 class NothingFitsError(PlanError):
-    """No plan of a space with holes fits."""
+    """No plan of a space with holes fits: that is proved."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def fill(
 
     Raises:
         PlanError: nothing is legal.
-        NothingFitsError: nothing fits.
+        NothingFitsError: nothing fits, which the solver has proved.
+        UnprovedError: nothing was found, for want of time, or since plans hold more than the program says.
     """
     end = time.monotonic() + seconds
     captured = prices.captured
@@ -96,11 +98,14 @@ def fill(
             return found
         peaks.append(found.price.peak)
         most = min(memory - (found.price.peak - found.peak), LESS * min(most, found.peak))
-    least = f"plans that were found hold {min(peaks):.4g}" if peaks else f"no plan holds less than {program.least():.4g}"
-    raise NothingFitsError(
-        f"nothing of the space fits in {memory:.4g} bytes on a mesh of {mesh}, in {microbatches} micro-batches: {least}; "
-        "take more micro-batches or devices, or let more be split or computed again"
-    )
+    assert memory is not None
+    where = f"{readable_bytes(memory)} on a mesh of {mesh}, in {counted(microbatches, 'micro-batch', 'micro-batches')}"
+    remedy = "take more micro-batches or devices, or let more be split or computed again"
+    if peaks:
+        held = readable_bytes(min(peaks))
+        raise UnprovedError(f"no plan was found for {where}: those that were tried hold {held}; {remedy}", bound)
+    least = readable_bytes(program.least())
+    raise NothingFitsError(f"nothing of the space fits in {where}: no plan holds less than {least}; {remedy}")
 
 
 def _filled(

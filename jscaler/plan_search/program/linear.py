@@ -18,6 +18,18 @@ class TimeIsOverError(Exception):
     """The solver has found nothing in its time."""
 
 
+class UnprovedError(PlanError):
+    """No plan was found, and there may be one all the same.
+
+    Attributes:
+        bound: seconds that it is not below.
+    """
+
+    def __init__(self, message: str, bound: float):
+        super().__init__(message)
+        self.bound = bound
+
+
 @dataclass(frozen=True)
 class Solution:
     """What a solver found.

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from jscaler.clusters import Cluster
-from jscaler.errors import PlanError
 from jscaler.estimate.prices.in_time import InTime
 from jscaler.estimate.prices.one_device import OneDevice
 from jscaler.ir import Op
@@ -27,7 +26,7 @@ from jscaler.plan_search.program.again import Again
 from jscaler.plan_search.program.choices import Choice, Node, Nodes
 from jscaler.plan_search.program.flows import Edge, Flows, Read
 from jscaler.plan_search.program.leaves import Leaf, Leaves, State
-from jscaler.plan_search.program.linear import Linear, Solution, TimeIsOverError
+from jscaler.plan_search.program.linear import Linear, Solution, TimeIsOverError, UnprovedError
 from jscaler.plan_search.program.memory import Memory
 from jscaler.plan_search.program.seconds import Seconds
 
@@ -118,7 +117,7 @@ class Program:
                 if done or near or not (changed or held):
                     break
         if best is None:
-            raise PlanError(f"no plan within {seconds:.3g} s; give more, or a smaller space")
+            raise UnprovedError(f"no plan within {seconds:.3g} s; give more, or a smaller space", bound + self.fixed)
         return Solution(best[1], best[0], min(bound, best[0]), best[0] <= bound * (1 + gap))
 
     def _planned(self, linear: Linear, values: np.ndarray) -> bool:
