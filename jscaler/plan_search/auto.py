@@ -61,7 +61,7 @@ def searched_plan(auto: Auto, graph: Graph, num_devices: int, cost: CostModel, d
     if jax.process_index():
         text = _to_all("")
         if text.startswith(FAILED):
-            raise PlanError(f"auto: {text.removeprefix(FAILED)}")
+            raise PlanError(f"process 0, which searches, ended with {text.removeprefix(FAILED)}")
         return Plan.from_json(text)
     try:
         found = _found(auto, graph, num_devices, cost, donated)

@@ -214,6 +214,18 @@ def test_a_pipeline_over_two_processes_is_that_of_one_and_goes_on_as_another_pla
     assert steps_in(shared) == [2, 4, 6, 8]
 
 
+@pytest.mark.one_day_in(3)
+def test_two_processes_of_auto_get_one_plan(model: Path, tmp_path: Path) -> None:
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    for folder, plan, count in ((alone, "zero3", "1"), (shared, "auto", "2")):
+        process = started(model, folder, "--plan", plan, "--steps", "2", "--local-processes", count)
+        output = ended(process)  # plans that differ end in an error
+        assert process.returncode == 0, output
+    assert "plans are priced as if on H100-80GB" in output
+    for ours, theirs in zip(state_of(shared, 2), state_of(alone, 2), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
 def test_words_and_shares() -> None:
     words = ["train", "--restarts", "3", "--steps=4", "--local-processes=2", "--seed", "1"]
     assert without(words, "--local-processes", "--restarts") == ["train", "--steps=4", "--seed", "1"]

@@ -12,7 +12,8 @@ from bench.small_step import arguments, train_step
 from jscaler import spaces as s
 from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError, PlanError, PlanWarning
-from jscaler.plan_search import candidates
+from jscaler.plan_search import auto, candidates
+from jscaler.plan_search.auto import searched_plan
 from jscaler.plan_search.branch_and_bound import CLOSE
 from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.plan_search.engine import Progress, search_graph
@@ -252,6 +253,25 @@ def test_a_plan_is_searched_once_for_what_init_and_lower_ask() -> None:
     step = jscaler.parallelize(jscaler.Auto(space="zero"), devices=2, cluster="8xH100-80GB")(train_step)
     first = step.lower(state, batch).plan.plan
     assert step.lower(state, batch).plan.plan is first
+
+
+def test_what_ends_a_search_is_told_to_the_processes_that_wait(graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def to_all(text: str) -> str:
+        told.append(text)
+        return told[0]
+
+    monkeypatch.setattr(auto, "_to_all", to_all)
+    with pytest.raises(PlanError, match="nothing fits"):
+        searched_plan(jscaler.Auto(space="zero", memory=1000.0), graph, 4, CLUSTER, donated=True)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(
+        PlanError, match="process 0, which searches, ended with PlanError: auto: nothing fits: the least is"
+    ):
+        searched_plan(jscaler.Auto(space="zero"), graph, 4, CLUSTER, donated=True)
+    told[:] = [jscaler.Plan("single", 4, ()).to_json()]
+    assert searched_plan(jscaler.Auto(space="zero"), graph, 4, CLUSTER, donated=True).name == "single"
 
 
 def test_devices_that_nobody_knows_are_said() -> None:
