@@ -150,7 +150,7 @@ def diff(
 
     Args:
         graph: the step's graph, ``train_step.graph(state, batch)``; or a lowered or compiled step, whatever its plan.
-        plan_a, plan_b: as `jscaler.cost` takes them: policies, plans' names or texts, files, `Plan`s.
+        plan_a, plan_b: as `jscaler.cost` takes them: a policy, a plan's name or text, a file, a `Plan`.
         cluster: a `Cluster`, a name (``"8xH100-80GB"``) or a .toml file.
         devices: how many, where no plan says it; all of the cluster's by default.
         donated: whether the step updates its state in place (``donate_argnames``).
