@@ -16,6 +16,7 @@ from jscaler.spaces import Point
 SURELY = 1.6  # tables put a peak at most so many times too high (bench.prices: 1.45)
 ABOVE = 0.03  # tables put seconds at most by this part too high (bench.search --only brute)
 CLOSE = 0.002  # a gain below this part is not searched for
+PATIENCE = 8  # candidates whose cost is asked in vain, one after another, the fastest by tables first
 
 
 @dataclass
@@ -25,10 +26,15 @@ class Family:
     Attributes:
         open: points that are not priced yet, earlier ones first.
         priced: candidates that are priced.
+        bounds: a lower bound of the seconds of each open point, with the point.
+        order: 1 if no later point was cheaper than an earlier one; else the lowest ratio of the two.
     """
 
     open: list[Point]
     priced: list[Candidate] = field(default_factory=list)
+    bounds: list[tuple[float, Point]] = field(default_factory=list)
+    order: float = 1.0
+    bounded: object = None  # what was known of the candidates when these were worked out
 
     @property
     def is_illegal(self) -> bool:
@@ -110,20 +116,25 @@ class BranchAndBound:
 
     def _promising(self, family: Family) -> list[tuple[float, Point]]:
         """The open points that may fit and be faster than the best, with their bounds."""
-        floor, most = self.candidates.floor, self._most
-        found = []
         if family.open and len(family.priced) > 1 and family.is_illegal:
             self._price(family, family.open[-1])
             if family.is_illegal:
                 family.open.clear()  # the first and the last are illegal for one reason
-        for point in [*family.open]:
-            if any(one.point.holds_less(point) for one in family.priced if self._rules_out(one)):
-                family.open.remove(point)
-                continue
-            bound = family.bound(point, floor)
-            if bound < most:
-                found.append((bound, point))
-        return found
+        most = self._most
+        return [(bound, point) for bound, point in self._bounded(family).bounds if bound < most]
+
+    def _bounded(self, family: Family) -> Family:
+        """A family with its bounds, as far as it is known, without points that cannot fit."""
+        known = [(one.cost is None, one.compiled_peak) for one in family.priced]
+        if family.bounded != known:
+            out = [one.point for one in family.priced if self._rules_out(one)]
+            family.open = [point for point in family.open if not any(one.holds_less(point) for one in out)]
+            family.bounds = [(family.bound(point, self.candidates.floor), point) for point in family.open]
+            given = [one for one in family.priced if one.is_known and one.least is None]
+            pairs = ((a, b) for a, b in itertools.permutations(given, 2) if b.point.is_behind(a.point))
+            family.order = min((b.busiest / a.busiest for a, b in pairs), default=1.0)
+            family.bounded = known  # last: an interrupt leaves lower bounds, which hold too
+        return family
 
     @property
     def _most(self) -> float:
@@ -167,14 +178,16 @@ class BranchAndBound:
             self.best = one
 
     def _confirm_all(self) -> Iterator[Candidate]:
-        """Ask the cost of all candidates that may be faster than the best, by tables."""
-        while True:
-            most = math.inf if self.best is None else self.best.seconds
-            left = [one for one in self._open_candidates() if one.seconds * (1 - ABOVE) < most]
+        """Ask the cost of candidates that may be faster than the best, by tables, while that helps."""
+        in_vain = 0
+        while in_vain < PATIENCE:
+            before, most = self.best, math.inf if self.best is None else self.best.seconds
+            left = [one for one in self._open_candidates() if one.seconds * self.below < most]
             if not left:
                 return
             one = min(left, key=lambda c: (c.seconds, c.text))
             self.keep(self.candidates.confirmed(one))
+            in_vain = in_vain + 1 if self.best is before is not None else 0
             yield one
 
     def _open_candidates(self) -> list[Candidate]:
@@ -182,30 +195,24 @@ class BranchAndBound:
         return [one for one in self.priced if one.is_known and one.cost is None and not self.is_too_large(one)]
 
     @property
-    def order(self) -> float:
-        """1 if no later point was cheaper than an earlier one; else the lowest ratio of the two."""
-        kept = 1.0
-        for family in self.families:
-            known = [one for one in family.priced if one.is_known and one.least is None]
-            for first, second in itertools.permutations(known, 2):
-                if second.point.is_behind(first.point):
-                    kept = min(kept, second.busiest / first.busiest)
-        return kept
+    def below(self) -> float:
+        """Which part of the seconds by tables a plan takes at least: by `ABOVE`, and by all costs that were asked."""
+        costs = (one for one in self.priced if one.cost is not None and one.price is not None)
+        return min([1 - ABOVE, *(one.seconds / one.price.seconds for one in costs if one.price is not None)])
 
     @property
     def bound(self) -> float:
         """A lower bound of the seconds of all plans that fit, by tables."""
-        floor = self.candidates.floor
+        floor, surely = self.candidates.floor, self.below
         least = math.inf if self.best is None else self.best.seconds
         for one in self._open_candidates():
-            least = min(least, one.seconds * (1 - ABOVE))
+            least = min(least, one.seconds * surely)
         filled = [one.least for one in self.priced if one.least is not None]
-        least = min([least, *(max(seconds, floor) * (1 - ABOVE) for seconds in filled)])
-        below = (1 - ABOVE) * self.order
-        for family in self.families:
-            for point in family.open:
-                least = min(least, family.bound(point, floor) * below)
-        return max(least, floor * (1 - ABOVE)) if least < math.inf else floor
+        least = min([least, *(max(seconds, floor) * surely for seconds in filled)])
+        families = [self._bounded(family) for family in self.families]
+        below = surely * min([1.0, *(family.order for family in families)])
+        least = min([least, *(bound * below for family in families for bound, _ in family.bounds)])
+        return max(least, floor * surely) if least < math.inf else floor
 
     def too_large(self, one: Candidate, peak: int) -> None:
         """Drop a candidate that needs ``peak`` bytes by XLA, more than a device has."""

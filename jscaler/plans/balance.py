@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jscaler.clusters.device import find_kind
+from jscaler.clusters.device import DeviceKind, find_kind
 from jscaler.errors import PlanError
 from jscaler.ir import Body, Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
@@ -85,10 +85,22 @@ def cuts_and_places(
     Returns:
         the cuts, and the places at which as few tensors go across, with work between them.
     """
+    device = (graph.cluster is not None and graph.cluster.device) or find_kind(BALANCED_FOR)
+    row = tuple(unit.key for unit in units)  # of items that the graph keeps
+    key, memo = ("cuts", row, stages, frozenset(known), order, tuple(speeds), device), graph.graph.memo
+    if key not in memo:
+        memo[key] = _cuts_and_places(graph, units, stages, known, order, speeds, device)
+    cuts, places = memo[key]
+    return [*cuts], [*places]
+
+
+def _cuts_and_places(
+    graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor], order: StageOrder | None,
+    speeds: Sequence[Speed], device: DeviceKind,
+) -> tuple[list[int], list[int]]:  # fmt: skip
     across = _across(graph, units, known)
     passes = _passing_by(graph, units)
     counts = [sum(i not in passes.get(t, ()) for t in tensors) for i, tensors in enumerate(across)]
-    device = (graph.cluster is not None and graph.cluster.device) or find_kind(BALANCED_FOR)
     rows = {speed: _sums(units, speed) for speed in speeds or [Speed(device.at_peaks())]}
     sums = np.array([rows[speed] for speed in speeds]) if speeds else next(iter(rows.values()))
     nbytes = [sum(t.nbytes for t in tensors) for tensors in across]

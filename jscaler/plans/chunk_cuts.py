@@ -8,6 +8,7 @@ another. How long the single stages are counts where the pipeline fills and drai
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -29,11 +30,11 @@ class StageOrder:
 
     Attributes:
         groups: the group of each stage.
-        turns: the blocks of all stages, in the order in which they run; none if that is still to be searched.
+        table: of all stages; None if it is still to be searched.
     """
 
     groups: tuple[int, ...]
-    turns: tuple[Turn, ...]
+    table: Table | None
 
     @staticmethod
     def of(lies: Sequence[int], table: Table | None) -> "StageOrder":
@@ -44,7 +45,12 @@ class StageOrder:
         """
         if table is not None:
             check_own_order(table)
-        return StageOrder(tuple(lies), turns_of(table) if table is not None else ())
+        return StageOrder(tuple(lies), table)
+
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        """The blocks of all stages, in the order in which they run; none if that is still to be searched."""
+        return turns_of(self.table) if self.table is not None else ()
 
     def seconds(self, shares: Sequence[float]) -> float:
         """Of all blocks in their order, if nothing is sent; without an order, `step_time`.

@@ -240,7 +240,10 @@ class _Sums:
         for path, names in self.time.summed.items():
             op = self.graph.by_path[path]
             for tensor in (t for t in op.outputs if t.name in names):
-                moved = 3 * math.prod(tensor.shape) * tensor.itemsize * self.held.get(tensor.name, 1.0)
+                held, scattered = self.held.get(tensor.name, 1.0), self.skeleton.sharded
+                if self._is_each_time(tensor.name):
+                    held = scattered.get(tensor.name, held)
+                moved = 3 * math.prod(tensor.shape) * tensor.itemsize * held
                 times = runs[path] * iterations(op, self.graph) * program.count(path)
                 yield Taken(path, times * program.device.kernel_seconds((), moved), True)
 
@@ -249,7 +252,8 @@ class _Sums:
             times = self._times(one)
             maker, reader = (self.graph.by_path.get(path) for path in (one.maker, one.reader))
             count = self.program.count(one.maker) if reader is None else self.program.folded.reads(reader, maker)
-            yield Taken(one.reader, count * times * one.times * self._once(one), times > 1)
+            path = one.maker if one.kind == "gradient" else one.reader  # a sum over layers may read it, of no stage
+            yield Taken(path, count * times * one.times * self._once(one), times > 1)
 
     def _once(self, one: Moved) -> float:
         return one.seconds(self._share(one), self.cluster)

@@ -98,6 +98,8 @@ class Skeleton:
         for path, pieces in laid.planned.pieces.items():
             parts[path] = {factor: n for piece in pieces for factor, n in parts.get(piece, {}).items()}
         sharded = {tensor.name: _part(layout) for tensor, layout in completed.gradients.items()}
+        for loop in graph.loops.values():  # a layer's as that of the stack
+            sharded.update({y.slice.name: sharded[y.stack.name] for y in loop.ys if y.stack.name in sharded})
         return Skeleton(parts, local, made, sharded, tuple(_moved(graph, laid, captured.rules, plan, cluster)), inputs)
 
 
