@@ -97,22 +97,36 @@ class BranchAndBound:
         yield from self._confirm_all()
 
     def _next(self, families: Sequence[Family]) -> tuple[Family, Point] | None:
-        """The point to price next: the middle one of the family with the lowest bound."""
-        least, found = (math.inf, 0.0), None
+        """The point to price next: of those that are likely to fit, the one with the lowest bound; else the smallest."""
+        least, found = (True, math.inf, 0.0), None
         for family in families:
-            promising = self._promising(family)
-            bound = min((bound for bound, _ in promising), default=math.inf)
-            chosen = min((point for _, point in promising), key=self._far, default=None)
-            if chosen is not None and (bound, self._far(chosen)) < least:
-                middle = promising[len(promising) // 2][1] if chosen.opening is None else chosen
-                least, found = (bound, self._far(chosen)), (family, middle)
+            for bound, point in self._promising(family):
+                peak = self._likely_peak(family, point)
+                large = self.memory is not None and peak > self.memory
+                rank = (large, peak if large else bound, self._far(point))
+                if rank < least:
+                    least, found = rank, (family, point)
         return found
 
     def _far(self, point: Point) -> float:
         """How far the micro-batches of a point with holes are from those of the best candidate."""
         if point.opening is None or self.best is None:
             return 0.0
-        return abs(math.log(point.opening.microbatches / self.best.point.numbers.get("microbatches", 1)))
+        return abs(math.log(_microbatches(point) / _microbatches(self.best.point)))
+
+    def _likely_peak(self, family: Family, point: Point) -> float:
+        """Bytes that a point may hold: as the nearest that is priced, but for other micro-batches; 0 if none is."""
+        priced = [one for one in family.priced if one.price is not None and one.point.opening is None]
+        if not priced:
+            return 0.0
+
+        def distance(one: Candidate) -> int:
+            return sum(abs(a - b) for a, b in zip(one.point.ranks, point.ranks, strict=True))
+
+        near = min(priced, key=distance)
+        assert near.price is not None
+        kept = near.price.arguments
+        return kept + (near.peak - kept) * _microbatches(near.point) / _microbatches(point)
 
     def _promising(self, family: Family) -> list[tuple[float, Point]]:
         """The open points that may fit and be faster than the best, with their bounds."""
@@ -221,3 +235,7 @@ class BranchAndBound:
         for other in self.priced:
             if other.cost is not None:
                 self.keep(other)
+
+
+def _microbatches(point: Point) -> int:
+    return point.numbers.get("microbatches", 1)

@@ -45,6 +45,7 @@ class Price:
         peak: bytes on the device that holds most.
         computing, sending: seconds of the devices that have most to do; hops from group to group are no part of them.
         busiest: seconds of both, of the devices that have most of both: no order of blocks takes less.
+        arguments: bytes of parameters, optimizer state and batch on the device that holds most of them.
     """
 
     seconds: float
@@ -52,6 +53,7 @@ class Price:
     computing: float
     sending: float
     busiest: float
+    arguments: float
 
 
 @dataclass
@@ -222,11 +224,12 @@ class _Sums:
             )
             seconds = staged.seconds([*computing, *sending])
             peak = staged.peak(self._bytes(), self.begins >= 0, self.arguments)
-            busy = (staged.busiest(taken) for taken in (computing, sending, [*computing, *sending]))
-            return Price(seconds, peak, *busy)
+            compute, send, both = (staged.busiest(taken) for taken in (computing, sending, [*computing, *sending]))
+            return Price(seconds, peak, compute, send, both, staged.most(self.arguments))
         compute, send = (math.fsum(one.seconds for one in taken) for taken in (computing, sending))
-        peak = self._timeline().max(initial=0.0) + sum(self.arguments.values())
-        return Price(compute + send, float(peak), compute, send, compute + send)
+        arguments = sum(self.arguments.values())
+        peak = self._timeline().max(initial=0.0) + arguments
+        return Price(compute + send, float(peak), compute, send, compute + send, arguments)
 
     def _computing(self) -> Iterator[Taken]:
         """What each op computes, all its runs together, and what adding its results up over them takes."""

@@ -146,10 +146,7 @@ class Staged:
         """
         held = [self._held(stage, sizes, sums) for stage in range(self.count)]
         group_of = self.candidate.stages
-        fixed, live = np.zeros(len(self.candidate.groups)), np.zeros(len(self.candidate.groups))
-        for name, nbytes in arguments.items():
-            for stage, part in self.of_leaf.get(name, {0: 1.0}).items():
-                fixed[group_of[stage]] += nbytes * part
+        fixed, live = self._fixed(arguments), np.zeros(len(self.candidate.groups))
         worst = fixed.copy()
         for stage, own in enumerate(held):
             worst[group_of[stage]] = max(worst[group_of[stage]], fixed[group_of[stage]] + own.late)
@@ -163,6 +160,18 @@ class Staged:
                 worst[turn.row] = max(worst[turn.row], fixed[turn.row] + live[turn.row] + beside)
                 live[turn.row] -= {"B": own.saved, "W": own.saved + own.halfway}.get(cell.kind, 0.0)
         return float(worst.max())
+
+    def most(self, arguments: Mapping[str, int]) -> float:
+        """Bytes of arguments on a device of the group that holds most of them."""
+        return float(self._fixed(arguments).max())
+
+    def _fixed(self, arguments: Mapping[str, int]) -> np.ndarray:
+        """Bytes of arguments on a device of each group."""
+        fixed = np.zeros(len(self.candidate.groups))
+        for name, nbytes in arguments.items():
+            for stage, part in self.of_leaf.get(name, {0: 1.0}).items():
+                fixed[self.candidate.stages[stage]] += nbytes * part
+        return fixed
 
     def _held(self, stage: int, sizes: np.ndarray, sums: np.ndarray) -> "Held":
         """What a stage holds."""
