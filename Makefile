@@ -43,7 +43,7 @@ docs: $(VENV)/.docs  ## the documentation as a site, in build/docs; a dead link 
 	@echo "open build/docs/index.html"
 
 bench: $(VENV)/.installed  ## every benchmark, quick form
-	for b in parity collectives overhead state planning programs redistribution search search_scale passes proofs pipeline schedules timeline same_programs fuzz reprs optimizers paper prices soak; do $(BIN)/python -m bench.$$b --quick || exit 1; done; $(BIN)/python -m bench.gpu --stored --quick
+	for b in parity collectives overhead state planning programs redistribution search search_scale passes proofs pipeline schedules timeline same_programs fuzz reprs optimizers paper piper prices soak; do $(BIN)/python -m bench.$$b --quick || exit 1; done; $(BIN)/python -m bench.gpu --stored --quick
 
 lock: $(VENV)/.installed  ## write down the versions that the tests ran with
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt

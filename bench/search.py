@@ -5,6 +5,8 @@ Rows of one table, by ``case``:
 ``paper``
     The models of nnScaler's evaluation on 4 to 32 V100 (batch 512; AlphaFold's 128). ``reference`` are the seconds of the
     best plan that ``docs/benchmarks/paper.jsonl`` has, by today's ``jscaler.cost``; ``value`` is cost / reference.
+``stages``
+    The same for GPT, in stages with devices and plans of their own.
 ``layers``
     GPT 1.3B with 8 to 1,024 layers on 8 V100, stacked and as a Python loop; ``value`` is seconds by those of 8 layers.
 ``devices``
@@ -66,8 +68,8 @@ def found_row(case: str, model: str, spaces: tuple[str, ...], found: Found) -> R
     }  # fmt: skip
 
 
-def paper(seconds: float, quick: bool, only: str) -> Iterator[Row]:
-    for name, spaces in SPACES.items():
+def paper(seconds: float, quick: bool, only: str, case: str = "paper", given: Any = None) -> Iterator[Row]:
+    for name, spaces in (given or SPACES).items():
         for number, gpus in enumerate(GPUS):
             if only not in name or (quick and (name, gpus) != ("gpt", 4)):
                 continue
@@ -75,7 +77,7 @@ def paper(seconds: float, quick: bool, only: str) -> Iterator[Row]:
             best = recorded(model, gpus)
             limit = QUICK_SECONDS if quick else seconds
             found = search_graph(model.graph, cluster, s.as_spaces(list(spaces[:1] if quick else spaces)), seconds=limit)
-            row = found_row("paper", model.shown, spaces, found)
+            row = found_row(case, model.shown, spaces, found)
             if best is None or found.chosen is None:
                 yield row
                 continue
@@ -185,6 +187,8 @@ def rows(quick: bool, only: str, seconds: float) -> Iterator[Row]:
     if not only or only in "brute":
         yield from brute(8 if quick else BRUTE)
     yield from paper(seconds, quick, only if only in SPACES else "" if not only or only == "paper" else "nothing")
+    if not only or only == "stages":
+        yield from paper(seconds, quick, "", "stages", {"gpt": ("stages",)})
     if not quick and (not only or only == "layers"):
         yield from layers(seconds)
     if not quick and (not only or only == "devices"):

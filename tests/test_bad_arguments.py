@@ -77,7 +77,7 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
     "a plan of stages in one": (lambda: lowered("recompute_layers(5)"), PlanError, "recompute_layers"),
     "an unknown inner plan": (lambda: lowered("pipeline(2, 4, plan='zero4')"), UnknownNameError, "no plan named 'zero4'"),
     "too many stages": (lambda: lowered("pipeline(8, 4)"), PlanError, "too few for 8 stages with work in each"),
-    "a plan of stages by a number": (lambda: plans.pipeline(2, 4, plan=FIVE), PlanError, "argument 'plan' is a plan or No"),
+    "a plan of stages by a number": (lambda: plans.pipeline(2, 4, plan=FIVE), PlanError, "plan is a plan, or a list"),
     "a plan in words": (lambda: plans.accumulate(2, NAME), PlanError, "argument 'plan' is a plan or None, not 'q'"),
     "micro-batches of none": (lambda: plans.pipeline(2, NONE), PlanError, "argument 'microbatches' is int, not None"),
     "axes in words": (lambda: plans.dap(axes={"batch": NAME}), PlanError, "argument 'axes' is Mapping[str, int | Sequence"),

@@ -80,7 +80,8 @@ def _parsed(text: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     except PlanError as error:
         raise wrong from error
     args, kwargs = ((), {}) if call is None else (call.args, call.kwargs)
-    if any(isinstance(value, PlanCall) for value in (*args, *kwargs.values())):
+    values = (*args, *kwargs.values())
+    if any(isinstance(one, PlanCall) for value in values for one in (value if isinstance(value, list) else [value])):
         raise wrong
     return name.strip(), args, kwargs
 

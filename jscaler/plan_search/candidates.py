@@ -9,18 +9,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jscaler.clusters import Cluster
-from jscaler.errors import JscalerError, PlanWarning
+from jscaler.errors import JscalerError, PlanError, PlanWarning
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.prices import NoPriceError, Price, Prices
 from jscaler.estimate.query import cost, price_of
 from jscaler.ir import Graph
 from jscaler.plan_search.program import NothingFitsError, UnprovedError, fill
+from jscaler.plan_search.stages import CutStages, StageCuts
 from jscaler.primitives import Plan
 from jscaler.spaces import Point
-from jscaler.spaces.space import Opening
+from jscaler.spaces.space import Opening, StageOpening
 from jscaler.stages import transform
 
 FILLINGS = 3  # of holes, each within less memory
+CUTS = 6  # of stages, each with what is known by then of those that do not fit
 LESS = 0.995  # of what a plan that does not fit was to hold
 SOLVER_SECONDS = 20.0  # for the holes of a point, at most
 
@@ -37,6 +39,8 @@ class Candidate:
         why: why it is not legal; or what planning it warned of.
         least: for a point with holes, a lower bound of the seconds of all its plans, also if none was found.
         none_fits: whether it is proved that no plan of a point with holes fits.
+        cut: of a point whose stages are cut, the cut.
+        within: bytes within which they are.
     """
 
     point: Point
@@ -47,11 +51,13 @@ class Candidate:
     why: str = ""
     least: float | None = None
     none_fits: bool = False
+    cut: CutStages | None = None
+    within: float | None = None
 
     @property
     def text(self) -> str:
         """Of the plan."""
-        return self.point.text.removesuffix("()")
+        return self.point.text.removesuffix("()") if self.cut is None else self.cut.text
 
     @property
     def seconds(self) -> float:
@@ -104,6 +110,7 @@ class Candidates:
         self.graph, self.cluster, self.donated = graph, cluster, donated
         self.prices = Prices(graph, cluster)
         self.until = math.inf  # the moment at which a solver ends, too
+        self.stages = StageCuts(self.prices)
         self._known: dict[object, Candidate] = {}
 
     @cached_property
@@ -123,7 +130,9 @@ class Candidates:
         if found is None:
             found = self._known[key] = Candidate(point)
             opening = point.opening
-            work = self._price if opening is None else functools.partial(self._fill, opening, memory)
+            work = functools.partial(self._fill, opening, memory) if isinstance(opening, Opening) else self._price
+            if isinstance(opening, StageOpening):
+                work = functools.partial(self._cut, opening, memory)
             self._heeded(found, work)
         return found
 
@@ -131,6 +140,8 @@ class Candidates:
         """``candidate`` with its cost."""
         if candidate.cost is None and candidate.plan is not None:
             self._heeded(candidate, self._cost)
+            if isinstance(candidate.point.opening, StageOpening):
+                self._heeded(candidate, functools.partial(self._cut_smaller, candidate.point.opening))
         return candidate
 
     def _price(self, candidate: Candidate) -> None:
@@ -165,6 +176,32 @@ class Candidates:
             if memory is None or wanted is None or candidate.peak <= memory:
                 return
             wanted *= LESS * memory / candidate.peak
+
+    def _cut(self, opening: StageOpening, memory: float | None, candidate: Candidate) -> None:
+        """Cut stages so that they fit, as far as that is known."""
+        if len(self.cluster.kinds) > 1:
+            raise PlanError("stages are cut over tables of one kind of devices, and the cluster has several")
+        found = self.stages.cut(opening, memory)
+        candidate.least = found.bound if candidate.least is None else candidate.least
+        try:
+            plan = transform(self.prices.captured, found.policy, self.cluster.num_devices, cost=self.cluster)
+        except JscalerError as error:  # other cuts may be legal
+            raise UnprovedError(f"'{found.text}': {error}", candidate.least) from error
+        candidate.plan, candidate.price, candidate.cost = replace(plan, name=found.text), found.price, None
+        candidate.cut, candidate.within = found, memory
+
+    def _cut_smaller(self, opening: StageOpening, candidate: Candidate) -> None:
+        """While stages do not fit by ``jscaler.cost``, cut others: the tables of the fullest are too low."""
+        for _ in range(CUTS):
+            cut, cost = candidate.cut, candidate.cost
+            if cut is None or cost is None or candidate.fits(candidate.within):
+                return
+            self.stages.heed(cut, cost.held.devices[0], candidate.peak)
+            self._cut(opening, candidate.within, candidate)
+            if candidate.text == cut.text:
+                candidate.cost = cost
+                return
+            self._cost(candidate)
 
     def _cost(self, candidate: Candidate) -> None:
         candidate.cost = cost(self.graph, candidate.plan, self.cluster, donated=self.donated)

@@ -94,4 +94,6 @@ def _choices(wanted: Any) -> tuple[Any, ...]:
 def _word(one: Any) -> str:
     if typing.get_origin(one) is Callable or one is Callable:
         return "a plan"
+    if typing.get_origin(one) is Sequence and typing.get_origin(typing.get_args(one)[0]) is Callable:
+        return "a list of plans"
     return one.__name__ if isinstance(one, type) and not typing.get_args(one) else str(one).replace("collections.abc.", "")

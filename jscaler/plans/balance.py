@@ -98,12 +98,9 @@ def _cuts_and_places(
     graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor], order: StageOrder | None,
     speeds: Sequence[Speed], device: DeviceKind,
 ) -> tuple[list[int], list[int]]:  # fmt: skip
-    across = _across(graph, units, known)
-    passes = _passing_by(graph, units)
-    counts = [sum(i not in passes.get(t, ()) for t in tensors) for i, tensors in enumerate(across)]
+    counts, nbytes = _crossing(graph, units, known)
     rows = {speed: _sums(units, speed) for speed in speeds or [Speed(device.at_peaks())]}
     sums = np.array([rows[speed] for speed in speeds]) if speeds else next(iter(rows.values()))
-    nbytes = [sum(t.nbytes for t in tensors) for tensors in across]
     step = max if order is None else order.seconds
 
     def taken(cuts: Sequence[int]) -> float:
@@ -133,6 +130,20 @@ def _cuts_and_places(
         f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "
         "with work in each; a loop is cut where it takes a stack of parameters apart, layer by layer (nn.scan, lax.scan)"
     )
+
+
+def places_and_bytes(graph: Planner, units: Sequence[Unit], known: set[PTensor], least: int) -> list[tuple[int, int]]:
+    """Where a row may be cut with work in between: places that the fewest tensors cross, of which there are ``least``, if
+    any are as many; with the bytes that cross there, of the whole batch."""
+    counts, nbytes = _crossing(graph, units, known)
+    device = (graph.cluster is not None and graph.cluster.device) or find_kind(BALANCED_FOR)
+    sums, found = _sums(units, Speed(device.at_peaks())), list[int]()
+    for places in _places(counts, nbytes, sums):
+        ends = [0.0, *(sums[place] for place in places), sums[-1]]
+        found = [place for i, place in enumerate(places) if ends[i + 1] > ends[i] and ends[i + 1] < sums[-1]]
+        if len(found) >= least:
+            break
+    return [(place, nbytes[place]) for place in found]
 
 
 def _places(counts: Sequence[int], nbytes: Sequence[int], sums: np.ndarray) -> Iterator[list[int]]:
@@ -222,6 +233,13 @@ def _least(
         best = {i: min(ways) for i in places if (ways := ways_to(stage, i))}
     ways = ways_to(len(sums) - 1, len(sums[0]) - 1)
     return (min(ways)[0], min(ways)[1][:-1]) if ways else None
+
+
+def _crossing(graph: Planner, units: Sequence[Unit], known: set[PTensor]) -> tuple[list[int], list[int]]:
+    """In front of each unit how many tensors go across, and their bytes."""
+    across, passes = _across(graph, units, known), _passing_by(graph, units)
+    counts = [sum(i not in passes.get(t, ()) for t in tensors) for i, tensors in enumerate(across)]
+    return counts, [sum(t.nbytes for t in tensors) for tensors in across]
 
 
 def _across(graph: Planner, units: Sequence[Unit], known: set[PTensor]) -> list[list[PTensor]]:

@@ -92,6 +92,27 @@ def find_stages(
     return _with_makers(graph, found, batch)
 
 
+def row_of(graph: Planner, batch: str = "batch") -> tuple[list[Unit], set[PTensor]]:
+    """The row of units that is cut into stages, and what any stage can make by itself.
+
+    Raises:
+        PlanError: gradients that do not depend on each other have a row each.
+    """
+    known = _known_everywhere(graph, batch)
+    units = _units(graph, batch, known | _of_parameters(graph, batch))
+    if not units or len(_chains(graph, units)) > 1:
+        raise PlanError(
+            "this step has no forward pass, or several that are cut apart; pipeline(...) cuts them all by balance"
+        )
+    return units, known
+
+
+def name_of(unit: Unit) -> str:
+    """What ``at`` calls a unit with which a stage begins."""
+    path = next(unit.ops).path
+    return f"{path}[{unit.iteration}:]" if unit.of > 1 else path
+
+
 def _units(graph: Planner, batch: str, apart: set[PTensor]) -> list[Unit]:
     """What lies in stages, in order: all of the forward pass that does not stand ``apart``."""
     stacks = stacks_of(graph, _leaves_of_a_forward(graph, batch))
@@ -263,8 +284,10 @@ def _named(units: Sequence[Unit], at: Sequence[str], stages: int) -> list[int]:
             f"pipeline: {stages} stages begin at {stages - 1} modules behind the first, and at= names {len(at)}"
         )
     found = []
-    for pattern in at:
-        inside = [i for i, unit in enumerate(units) if any(_is_in(op.path, pattern) for op in unit.ops)]
+    for given in at:
+        pattern, layer = _layer_named(given)
+        here = [(i, unit) for i, unit in enumerate(units) if unit.iteration == layer or not layer]
+        inside = [i for i, unit in here if any(_is_in(op.path, pattern) for op in unit.ops)]
         if not inside:
             modules = sorted({module for unit in units for op in unit.ops for module in modules_of(op.path)})
             raise UnknownNameError("module", pattern, modules, "; stages begin at modules")
@@ -274,6 +297,12 @@ def _named(units: Sequence[Unit], at: Sequence[str], stages: int) -> list[int]:
             f"pipeline: stages begin at {', '.join(at)}, which do not follow each other in the model; a stage is empty"
         )
     return found
+
+
+def _layer_named(pattern: str) -> tuple[str, int]:
+    """``"blocks/dot[12:]"`` as a pattern and an iteration of the loop that it names; 0 where it names none."""
+    name, _, rest = pattern.rpartition("[")
+    return (name, int(rest[:-2])) if rest.endswith(":]") and rest[:-2].isdecimal() else (pattern, 0)
 
 
 def _is_in(path: str, pattern: str) -> bool:

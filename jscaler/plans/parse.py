@@ -1,6 +1,6 @@
 """A plan's name with arguments, as a person types it: ``megatron(dp=2, tp=4)``, ``recompute_layers(zero3())``.
 
-Literals, and plans as arguments of plans; nothing is evaluated.
+Literals, and plans, or lists of plans, as arguments of plans; nothing is evaluated.
 """
 
 import ast
@@ -43,10 +43,12 @@ class PlanCall:
         except TypeError as error:
             raise PlanError(f"plan '{self.name}': {error}; its arguments are {', '.join(names) or 'none'}") from error
         for name, value in bound.arguments.items():
-            if name in INNER and inner is not None and isinstance(value, (PlanCall, str)):
-                bound.arguments[name] = inner(value)
-            elif isinstance(value, PlanCall):
-                raise PlanError(f"plan '{self.name}': its argument '{name}' takes no plan, such as '{value.name}'")
+            several: list[Any] = [*value] if isinstance(value, list | tuple) else [value]
+            if name in INNER and inner is not None and all(isinstance(one, PlanCall | str) for one in several):
+                made = [inner(one) for one in several]
+                bound.arguments[name] = made if isinstance(value, list | tuple) else made[0]
+            elif calls := [one for one in several if isinstance(one, PlanCall)]:
+                raise PlanError(f"plan '{self.name}': its argument '{name}' takes no plan, such as '{calls[0].name}'")
         if not factory.__module__.startswith("jscaler."):
             return factory(*bound.args, **bound.kwargs)  # of the user's own, who knows what it takes
         try:
@@ -120,4 +122,6 @@ def _plan_call(name: str, call: ast.Call) -> PlanCall:
 def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return _plan_call(node.func.id, node)
+    if isinstance(node, ast.List):
+        return [_value(one) for one in node.elts]
     return ast.literal_eval(node)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jscaler.errors import PlanError
+from jscaler.errors import PlanError, shown
 from jscaler.plans.accumulate import MICROBATCH, accumulate
 from jscaler.plans.alone import Alone, Apart
 from jscaler.plans.argument_types import checked
@@ -45,7 +45,7 @@ def pipeline(
     stages: int | Sequence[Any],
     microbatches: int,
     schedule: "Published | Table | str" = "1f1b",
-    plan: Callable[..., Any] | None = None,
+    plan: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     at: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     batch: str = "batch",
@@ -70,10 +70,11 @@ def pipeline(
         ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``); by default
             `vocab_parallel` where ends are found, else ``plan``.
         vocabulary: tables of words, at which the ends are found that lie on all devices; as for `vocab_parallel`.
-        plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
-        at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
-            balanced by the seconds of their ops and backwards at the peaks of the cluster's devices; where groups are
-            unlike, by what is reached of each. With
+        plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default. Or one for each
+            group: ``[data_parallel(), megatron(dp=1, tp=2)]``.
+        at: shell patterns of the modules or ops with which the second stage begins, the third, and so on; ``"blocks[12:]"``
+            is layer 12 of a loop over layers. By default stages are balanced by the seconds of their ops and backwards at
+            the peaks of the cluster's devices; where groups are unlike, by what is reached of each. With
             ``"interlaced"`` the stages between the ends; or two more, which say where these are.
         recompute: have stages compute their layers again, of which they keep what enters them: in blocks R of their own
             right in front of each backward (``"late"``, as ``"1f1b+R"``) or one block earlier (``"early"``), or as a part
@@ -93,8 +94,9 @@ def pipeline(
         0F0 0F1 0B0 0B1
         1F0 1B0 1F1 1B1
     """
-    inner = plan or single()
     given, stages = stages, count_of(stages)
+    inner = _for_each(single() if plan is None else plan, stages)
+    whole_plan = plan if callable(plan) else data_parallel(batch)
     wanted = _recomputing(find_schedule(schedule), recompute)
     lies = _lies(wanted, stages, microbatches, chunks)
     everywhere = isinstance(wanted, Published) and wanted.everywhere
@@ -127,7 +129,7 @@ def pipeline(
 
         def in_stages(graph: Planner, devices: np.ndarray) -> None:
             if count == 1:
-                inner(graph, devices)
+                inner[0](graph, devices)
                 return
             here = {path: where for path, where in found.items() if path in graph.by_path}  # others were fused
             ends_on = [devices] if everywhere else []
@@ -138,9 +140,9 @@ def pipeline(
             outside = {path for path, stage in stage_of.items() if everywhere and stage in (0, count - 1)}
             between = {path: stage - everywhere for path, stage in stage_of.items() if path not in outside}
             turns = None if turned is None else [own[group] for group in turned]
-            graph.on_stages(inner, between, [own[group] for group in lies], turns, MICROBATCH)
+            graph.on_stages([inner[group] for group in lies], between, [own[group] for group in lies], turns, MICROBATCH)
             if everywhere:
-                at_ends = ends or (vocab_parallel(vocabulary) if words else inner)
+                at_ends = ends or (vocab_parallel(vocabulary) if words else whole_plan if plan else inner[0])
                 graph.on_stages(at_ends, dict.fromkeys(outside, 0), devices.reshape(1, -1))
             _spread(graph, devices, batch)
             _compute_again(graph, {path: where for path, where in here.items() if where in again})
@@ -155,14 +157,25 @@ def pipeline(
         given, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, alone, chunks, ends, vocabulary,
         recompute,
     ))  # fmt: skip
-    policy.without_stages = plan or data_parallel(batch)  # what `jscaler.compare` puts beside it
-    inside = f"data_parallel({'' if batch == 'batch' else repr(batch)})" if plan is None else "plan"
+    policy.without_stages = whole_plan  # what `jscaler.compare` puts beside it
+    inside = "plan" if callable(plan) else f"data_parallel({'' if batch == 'batch' else repr(batch)})"
     plain = plan is None and batch == "batch" and accumulate_dtype is None and per_microbatch is None
     policy.apart = Apart(
         f"accumulate({microbatches}, {inside}){'' if plain else ', with the arguments of this pipeline,'}",
         accumulate(microbatches, policy.without_stages, batch, accumulate_dtype, per_microbatch),
     )
     return policy
+
+
+def _for_each(plan: Callable[..., Any] | Sequence[Callable[..., Any]], groups: int) -> list[Callable[..., Any]]:
+    """The plan of each group; raises PlanError where there are more or fewer."""
+    if callable(plan):
+        return [plan] * groups
+    if not isinstance(plan, Sequence) or len(plan) != groups or not all(map(callable, plan)):
+        raise PlanError(
+            f"pipeline: plan is a plan, or a list of one for each of {counted(groups, 'group')}, not {shown(plan)}"
+        )
+    return [*plan]
 
 
 def _recomputing(wanted: Published | Table, recompute: str | None) -> Published | Table:

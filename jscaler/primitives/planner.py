@@ -44,6 +44,7 @@ from jscaler.primitives.plan import (
 )
 from jscaler.primitives.recompute_regions import named, selected, with_region, with_regions
 from jscaler.primitives.restructured import restructured
+from jscaler.primitives.said_of_stages import reduced_as_said, said_of_stages
 from jscaler.primitives.shard_checks import check_shard
 from jscaler.primitives.shards_on_stages import shards_on_stages
 from jscaler.primitives.stage_checks import check_on_devices, check_stages
@@ -425,7 +426,7 @@ class Planner(GraphView):
 
     def on_stages(
         self,
-        policy: Policy,
+        policy: Policy | Sequence[Policy],
         stage_of: Mapping[str, int],
         devices: np.ndarray | Sequence[Any],
         turned: np.ndarray | Sequence[Any] | None = None,
@@ -434,7 +435,8 @@ class Planner(GraphView):
         """Run a policy that is written for the devices of one stage, and carry out what it says on those of each op's.
 
         Args:
-            policy: the policy, which is given the numbers from 0 on.
+            policy: the policy, which is given the numbers from 0 on; or one for each stage. Each sees the whole graph, and
+                what it says of other stages' ops and parameters does not count.
             stage_of: path of an op, or of an input -> its stage; other ops have none, and are left open.
             devices: (stages, devices of each), or a list of rows of several lengths: the policy is run for each length.
             turned: the same for every second part along a time axis, where these lie elsewhere.
@@ -452,26 +454,35 @@ class Planner(GraphView):
         rows = _device_rows("on_stages", devices)
         check_stages(self.graph, stage_of, rows)
         turns = None if turned is None else _device_rows("on_stages", turned)
-        sizes = dict.fromkeys(map(len, rows))
-        for number, size in enumerate(sizes):
-            own = {path: stage for path, stage in stage_of.items() if len(rows[stage]) == size}
+        policies = [policy] * len(rows) if callable(policy) else list(policy)
+        if len(policies) != len(rows):
+            raise PlanError(f"on_stages takes a policy, or one for each of {len(rows)} stages, not {len(policies)}")
+        runs = list(dict.fromkeys((id(own), len(row)) for own, row in zip(policies, rows, strict=True)))
+        of_run = [runs.index((id(own), len(row))) for own, row in zip(policies, rows, strict=True)]
+        for run in range(len(runs)):
+            first = of_run.index(run)
+            own = {path: stage for path, stage in stage_of.items() if of_run[stage] == run}
             others = stage_of.keys() - own.keys()
             try:
-                self._on_rows(policy, size, own, others, number > 0, rows, turns, axis)
+                start, before = len(self._decisions), self._accumulation
+                self._on_rows(policies[first], len(rows[first]), own, others, run > 0, rows, turns, axis)
+                if len({*map(id, policies)}) > 1:
+                    self._decisions[start:] = reduced_as_said(self._decisions[start:], before)
             except SplitError as error:
-                if len(sizes) == 1:
+                if len(runs) == 1:
                     raise
-                where = ", ".join(str(list(row)) for row in rows if len(row) == size)
-                raise error.within(f"groups have {' and '.join(map(str, sizes))} devices, and this is on {where}") from None
+                where = ", ".join(str(list(row)) for stage, row in enumerate(rows) if of_run[stage] == run)
+                sizes = " and ".join(map(str, dict.fromkeys(map(len, rows))))
+                raise error.within(f"groups have {sizes} devices, and this is on {where}") from None
 
     def _on_rows(
         self, policy: Policy, size: int, stage_of: Mapping[str, int], others: Set[str], again: bool,
         devices: Sequence[Sequence[int]], turned: Sequence[Sequence[int]] | None, axis: str,
     ) -> None:  # fmt: skip
-        """`on_stages` for those that have so many devices; ``others`` are of stages of other sizes.
+        """`on_stages` for those that have this policy and so many devices; ``others`` are of other stages.
 
         Args:
-            again: whether the policy has run for stages of another size, and has said what is of no stage.
+            again: whether a policy has run for other stages, and has said what is of no stage.
         """
         first, grids, sharded = len(self._decisions), dict(self._grids), set(self._sharded)
 
@@ -496,6 +507,9 @@ class Planner(GraphView):
         self._sharded = sharded | (self._sharded & stage_of.keys())
         kept = [d for d in said if not (isinstance(d, Trans | Assign) and d.op in open_ops)]
         kept = [d for d in kept if not (isinstance(d, Shard | Store) and d.leaf not in stage_of)]
+        if others or again:
+            kept = [*said_of_stages(kept, lambda path: not is_left(path, if_of_none=False))]
+            self._regions = None  # what it computes again in other stages is not
         axes = {d.op: d.axes for d in self._decisions if isinstance(d, Trans)} if turned is not None else {}
         move = _Moved(
             stage_of, devices, turned, {op: own for op, own in axes.items() if any(a.time == axis for a in own)}, axis
@@ -550,7 +564,7 @@ class Planner(GraphView):
         Example:
             >>> graph.accumulation(dtype="float32", each_time=True)
         """
-        before = next((d for d in reversed(self._decisions) if isinstance(d, Accumulation)), Accumulation())
+        before = self._accumulation
         for what, flag in (("each_time", each_time), ("gather_once", gather_once)):
             if flag is not None:
                 check_flag(f"accumulation: {what}", flag)
@@ -558,6 +572,11 @@ class Planner(GraphView):
         each_time = before.each_time if each_time is None else each_time
         gather_once = before.gather_once if gather_once is None else gather_once
         self._decide(Accumulation(name, each_time, gather_once))
+
+    @property
+    def _accumulation(self) -> Accumulation:
+        """What was said last of how gradients add up."""
+        return next((d for d in reversed(self._decisions) if isinstance(d, Accumulation)), Accumulation())
 
     def per_microbatch(self, selection: Any) -> None:
         """Let ops that need the whole batch (BatchNorm's statistics) run on each micro-batch alone.

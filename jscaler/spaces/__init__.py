@@ -25,14 +25,17 @@ from jscaler.spaces.numbers import (
 from jscaler.spaces.open_space import OpenSpace
 from jscaler.spaces.per_op import per_op
 from jscaler.spaces.saving import in_microbatches, saving_memory
-from jscaler.spaces.space import Point, Space, in_each_stage
+from jscaler.spaces.space import Point, Space, StageOpening, in_each_stage
 from jscaler.spaces.space_planner import SpacePlanner, space_of
+from jscaler.spaces.stage_space import StageSpace
+from jscaler.spaces.stages import stages
 from jscaler.spaces.three_f_one_b import three_f_one_b
 from jscaler.spaces.zero import zero
 
 __all__ = [
-    "SPACES", "Allowed", "Domain", "OneOf", "OpenSpace", "Point", "Setting", "Space", "SpacePlanner", "alpa", "any_split",
-    "as_spaces", "co_shard", "dap", "divisors_of_devices", "expert_parallel", "free", "in_each_stage", "in_microbatches",
-    "in_order", "interlaced", "maybe", "megatron", "meshes", "one_of", "parts_of_batch", "per_op", "rest_of_devices",
-    "saving_memory", "space_of", "three_f_one_b", "within_host", "zero",
+    "SPACES", "Allowed", "Domain", "OneOf", "OpenSpace", "Point", "Setting", "Space", "SpacePlanner", "StageOpening",
+    "StageSpace", "alpa", "any_split", "as_spaces", "co_shard", "dap", "divisors_of_devices", "expert_parallel",
+    "free", "in_each_stage", "in_microbatches", "in_order", "interlaced", "maybe", "megatron", "meshes", "one_of",
+    "parts_of_batch", "per_op", "rest_of_devices", "saving_memory", "space_of", "stages", "three_f_one_b",
+    "within_host", "zero",
 ]  # fmt: skip

@@ -14,12 +14,15 @@ from jscaler.spaces.megatron import megatron
 from jscaler.spaces.open_space import OpenSpace
 from jscaler.spaces.per_op import per_op
 from jscaler.spaces.space import Space
+from jscaler.spaces.stage_space import StageSpace
+from jscaler.spaces.stages import stages
 from jscaler.spaces.three_f_one_b import three_f_one_b
 from jscaler.spaces.zero import zero
 
-AnySpace = Space | OpenSpace
+AnySpace = Space | OpenSpace | StageSpace
 CLOSED = (zero, megatron, expert_parallel, dap, co_shard, interlaced, three_f_one_b)
 SPACES: dict[str, Callable[[], Sequence[AnySpace]]] = {made.__name__: made for made in CLOSED}
+SPACES[stages.__name__] = stages
 SPACES |= {policy.__name__: lambda policy=policy: [OpenSpace(policy)] for policy in (per_op, alpa, free)}
 
 
@@ -42,14 +45,14 @@ def as_spaces(given: Any) -> list[Sequence[AnySpace]]:
     several: Sequence[Any] = [*given] if isinstance(given, list | tuple) else [given]
     found: list[Sequence[AnySpace]] = []
     for one in several:
-        if isinstance(one, Space | OpenSpace):
+        if isinstance(one, AnySpace):
             found.append([one])
         elif isinstance(one, str):
             if one not in SPACES:
                 raise UnknownNameError("space", one, [*SPACES], "; a space of your own is a jscaler.spaces.Space")
             found.append(SPACES[one]())
         elif callable(one):
-            made = next((made for made in CLOSED if made is one), None)
+            made = next((made for made in (*CLOSED, stages) if made is one), None)
             found.append(made() if made is not None else [OpenSpace(one)])
         else:
             raise PlanError(f"a space is a jscaler.spaces.Space, or the name of a built-in one, not {shown(one)}")

@@ -10,7 +10,8 @@ from jscaler.spaces.numbers import Domain, Setting, as_domain, meshes, parts_of_
 from jscaler.spaces.space import Opening, Point
 
 
-def _opened() -> Any:
+def opened() -> Any:
+    """Makes nothing: what is open has to be filled first."""
     raise AssertionError("a point with holes is filled")
 
 
@@ -61,7 +62,7 @@ class OpenSpace:
                 text = f"{self.name}(mesh={mesh.value}, microbatches={count.value})"
                 opening = Opening(self.policy, tuple(mesh.value), count.value)
                 family = self.policy, mesh.value, count.chain
-                yield Point(text, _opened, numbers, family, (count.rank,), (count.saves,), opening, (self.policy,))
+                yield Point(text, opened, numbers, family, (count.rank,), (count.saves,), opening, (self.policy,))
 
     def unlimited(self) -> "Iterator[tuple[str, OpenSpace]]":
         """For each domain that has a limit, its text and the space without that limit."""

@@ -24,6 +24,21 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class StageOpening:
+    """What of a point is open: where stages are cut, how many devices each has, and its plan.
+
+    Attributes:
+        plans: by the number of a stage's devices, its plans.
+        counts: how many stages there may be.
+    """
+
+    plans: dict[int, tuple["Point", ...]]
+    counts: tuple[int, ...]
+    microbatches: int
+    schedule: str
+
+
+@dataclass(frozen=True)
 class Point:
     """A policy with values for all its arguments.
 
@@ -34,7 +49,7 @@ class Point:
         family: what has no order: points of one family differ in ``ranks`` alone.
         ranks: the place of each value in its chain.
         saves: of each, whether a higher rank holds less memory.
-        opening: of a policy with holes, what is to be filled; else None.
+        opening: of a policy with holes, or of stages that are not cut, what is to be filled; else None.
         policies: policies of one's own that it is made of, which the text has by their names alone.
     """
 
@@ -44,7 +59,7 @@ class Point:
     family: tuple[Any, ...]
     ranks: tuple[int, ...]
     saves: tuple[bool, ...] = field(compare=False)
-    opening: Opening | None = field(default=None, compare=False)
+    opening: Opening | StageOpening | None = field(default=None, compare=False)
     policies: tuple[Any, ...] = ()
 
     @property

@@ -22,7 +22,14 @@ def test_arguments_are_literals() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["megatron(dp=two)", "megatron(dp=2", "megatron(**{})", "megatron(1)(2)", "single(os.getcwd())", "single([single()])"],
+    [
+        "megatron(dp=two)",
+        "megatron(dp=2",
+        "megatron(**{})",
+        "megatron(1)(2)",
+        "single(os.getcwd())",
+        "single({'a': single()})",
+    ],
 )
 def test_nothing_is_evaluated(text: str) -> None:
     with pytest.raises(PlanError, match="write its arguments as literals"):

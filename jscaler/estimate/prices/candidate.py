@@ -13,6 +13,7 @@ from jscaler.errors import PlanError
 from jscaler.estimate.prices.folded import Folded
 from jscaler.ir import Place
 from jscaler.ir.name import layers_of
+from jscaler.ir.walk import grouped
 from jscaler.primitives import Assign, Decision, Plan, Trans
 from jscaler.primitives.plan import (
     Accumulation,
@@ -116,6 +117,7 @@ class Candidate:
             raise NoPriceError(
                 f"'{plan.name}' has stages {sorted(stages)} on {len(groups)} groups, not as many on each; ask jscaler.cost"
             )
+        _check_alike(plan, on, folded)
         number = {device: place for group in groups for place, device in enumerate(sorted(group))}
         reader = _Reader(plan, folded, number)
         usual = plan.accumulation.each_time
@@ -129,6 +131,26 @@ class Candidate:
         if ordered and found.microbatches < 2:
             raise NoPriceError(f"'{plan.name}' has {len(ordered)} stages and one micro-batch; ask jscaler.cost")
         return found
+
+
+def _check_alike(plan: Plan, on: list[OnDevices], folded: Folded) -> None:
+    """Raises LayersDifferError where some of equal layers, or of the ranges of a stack, have decisions and others none: of
+    stages with plans of their own."""
+    layers = {leaf: len(d.sizes) for d in plan.decisions if isinstance(d, LeafParts) for leaf in d.leaves}
+    every = grouped((folded.of(path), path) for d in on for path in d.ops)
+    named: dict[tuple[str, str], set[str]] = {}
+    for d in plan.decisions:
+        if isinstance(d, Trans) and any(not axis.time for axis in d.axes) and folded.of(d.op) in every:
+            named.setdefault(("split", folded.of(d.op)), set()).add(d.op)
+        elif isinstance(d, Recompute):
+            for op in d.ops:
+                named.setdefault(("recompute", folded.of(op)), set()).add(op)
+        elif isinstance(d, Shard):
+            named.setdefault(("shard", folded.of(d.leaf)), set()).add(d.leaf)
+    for (kind, name), own in named.items() if on else ():
+        count = len(every[name]) if name in every else layers.get(name, folded.counts.get(name, 1))
+        if len(own) != count:
+            raise LayersDifferError(f"'{plan.name}' treats layers in several ways: the {kind} of '{name}', in some of them")
 
 
 def _shares(on: list[OnDevices], folded: Folded) -> dict[str, dict[int, float]]:

@@ -101,7 +101,7 @@ class Prices:
             candidate, tables = Candidate.of(plan, self.tables.folded), self.tables
         except LayersDifferError:
             candidate, tables = Candidate.of(plan, self._unfolded.folded), self._unfolded
-        return _Sums(tables, candidate).price()
+        return Sums(tables, candidate).price()
 
 
 @dataclass
@@ -191,14 +191,14 @@ class Tables:
         return self._turns[key]
 
 
-class _Sums:
+class Sums:
     """Sums the tables up for one candidate."""
 
     def __init__(self, tables: Tables, candidate: Candidate):
         self.candidate, self.cluster = candidate, tables.cluster
         self.program = tables.program(candidate.structure, bool(candidate.stages))
         self.skeleton = tables.skeleton(candidate)
-        self.turns, self.tables = tables.turns(candidate), tables
+        self.tables = tables
         self.graph: Graph = self.program.graph
         counts = tables.folded.counts
         self.arguments = {name: nbytes * counts.get(name, 1) for name, nbytes in self.skeleton.arguments.items()}
@@ -211,19 +211,12 @@ class _Sums:
 
     def price(self) -> Price:
         """Of a plan on one device group, or on several."""
-        computing, sending = list(self._computing()), list(self._sending())
-        if self.turns:
-            staged = Staged(
-                self.candidate,
-                self.program,
-                self.time,
-                self.turns,
-                self.tables.places(self.candidate, self.program),
-                self.held,
-                self.cluster,
-            )
+        computing, sending = list(self.computing()), list(self.sending())
+        turns = self.tables.turns(self.candidate)
+        if turns:
+            staged = self.staged(turns)
             seconds = staged.seconds([*computing, *sending])
-            peak = staged.peak(self._bytes(), self.begins >= 0, self.arguments)
+            peak = staged.peak(self.bytes_of(), self.begins >= 0, self.arguments)
             compute, send, both = (staged.busiest(taken) for taken in (computing, sending, [*computing, *sending]))
             return Price(seconds, peak, compute, send, both, staged.most(self.arguments))
         compute, send = (math.fsum(one.seconds for one in taken) for taken in (computing, sending))
@@ -231,7 +224,12 @@ class _Sums:
         peak = self._timeline().max(initial=0.0) + arguments
         return Price(compute + send, float(peak), compute, send, compute + send, arguments)
 
-    def _computing(self) -> Iterator[Taken]:
+    def staged(self, turns: tuple[Turn, ...]) -> Staged:
+        """The sums stage by stage."""
+        places = self.tables.places(self.candidate, self.program)
+        return Staged(self.candidate, self.program, self.time, turns, places, self.held, self.cluster)
+
+    def computing(self) -> Iterator[Taken]:
         """What each op computes, all its runs together, and what adding its results up over them takes."""
         program, runs, parts = self.program, self.time.runs, self.skeleton.parts
         for path, own in program.kernels.items():
@@ -250,13 +248,14 @@ class _Sums:
                 times = runs[path] * iterations(op, self.graph) * program.count(path)
                 yield Taken(path, times * program.device.kernel_seconds((), moved), True)
 
-    def _sending(self) -> Iterator[Taken]:
+    def sending(self) -> Iterator[Taken]:
+        """What is moved in front of each op."""
         for one in self.skeleton.moved:
             times = self._times(one)
             maker, reader = (self.graph.by_path.get(path) for path in (one.maker, one.reader))
             count = self.program.count(one.maker) if reader is None else self.program.folded.reads(reader, maker)
-            path = one.maker if one.kind == "gradient" else one.reader  # a sum over layers may read it, of no stage
-            yield Taken(path, count * times * one.times * self._once(one), times > 1)
+            leaf = self.tables.leaves.get(one.tensor, "") if one.kind == "gradient" else ""
+            yield Taken(one.reader or one.maker, count * times * one.times * self._once(one), times > 1, leaf)
 
     def _once(self, one: Moved) -> float:
         return one.seconds(self._share(one), self.cluster)
@@ -293,7 +292,7 @@ class _Sums:
         """Whether parameters lie in parts."""
         return any(isinstance(d, Shard) and d.stored for d in self.candidate.space)
 
-    def _bytes(self) -> np.ndarray:
+    def bytes_of(self) -> np.ndarray:
         """Of each buffer, on a device."""
         found = np.empty(len(self.program.buffers))
         sent = {one.tensor for one in self.skeleton.moved}
@@ -319,7 +318,7 @@ class _Sums:
     def _timeline(self) -> np.ndarray:
         """Bytes at each moment, beside arguments."""
         program = self.program
-        sizes, begins = self._bytes(), self.begins
+        sizes, begins = self.bytes_of(), self.begins
         sums, added = begins >= 0, self._added(sizes)
         change = np.zeros(len(program.ops) + 1)
 

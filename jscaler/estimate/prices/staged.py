@@ -1,7 +1,7 @@
 """A candidate on several device groups: what each stage has of the program of one device, and when its blocks run."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -27,11 +27,13 @@ class Taken(NamedTuple):
 
     Attributes:
         often: whether each micro-batch takes a part of them.
+        leaf: of a gradient its parameter, where that lies; else nothing.
     """
 
     path: str
     seconds: float
     often: bool
+    leaf: str = ""
 
 
 class Held(NamedTuple):
@@ -51,6 +53,27 @@ class Held(NamedTuple):
     forward: float
     backward: float
     late: float
+
+
+def seconds_of_turns(
+    turns: Sequence[Turn],
+    blocks: Mapping[str, Part],
+    once: Sequence[float],
+    hop: Callable[[int, int], float],
+    interference: float,
+) -> float:
+    """Of blocks in the order of a table, and of what each group does once.
+
+    Args:
+        blocks: seconds by kind and stage.
+        hop: seconds from a group to another.
+    """
+    rows = range(len(once))
+    places = [(row,) for row in rows]
+    tasks, own = turn_tasks(turns, lambda cell: blocks[cell.kind].get(cell.stage, 0.0), hop, places)
+    times, free = times_of(tasks, interference), dict.fromkeys(rows, 0.0)
+    free.update((turn.row, times[number][1]) for turn, number in zip(turns, own, strict=True))
+    return max(free[row] + once[row] for row in rows)
 
 
 class Staged:
@@ -78,28 +101,24 @@ class Staged:
 
     def seconds(self, taken: Iterable[Taken]) -> float:
         """Of a step: its blocks in the order of the table, and what each group does once."""
-        blocks, once = self._blocks(taken)
-        rows = range(len(self.candidate.groups))
-        places = [(row,) for row in rows]
-        tasks, own = turn_tasks(self.turns, lambda cell: blocks[cell.kind].get(cell.stage, 0.0), self._hop, places)
-        times, free = times_of(tasks, self.cluster.interference), dict.fromkeys(rows, 0.0)
-        free.update((turn.row, times[number][1]) for turn, number in zip(self.turns, own, strict=True))
-        return max(free[row] + once[row] for row in rows)
+        blocks, once = self.blocks(taken)
+        return seconds_of_turns(self.turns, blocks, once, self._hop, self.cluster.interference)
 
     def busiest(self, taken: Iterable[Taken]) -> float:
         """Seconds of the group that has most to do."""
-        blocks, once = self._blocks(taken)
+        blocks, once = self.blocks(taken)
         for turn in self.turns:
             once[turn.row] += sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.entry.cells)
         return max(once)
 
-    def _blocks(self, taken: Iterable[Taken]) -> tuple[dict[str, Part], list[float]]:
+    def blocks(self, taken: Iterable[Taken]) -> tuple[dict[str, Part], list[float]]:
         """Seconds of a block by kind and stage; and of each group what it does once."""
         blocks: dict[str, Part] = {kind: {} for kind in ("F", "B", "I", "W", "R")}
         once = [0.0] * len(self.candidate.groups)
         for one in taken:
             kind, weights = self.kind.get(one.path, "B"), self.weights.get(one.path, 0.0)
-            for stage, part in (self.of_op.get(one.path) or {self.count - 1: 1.0}).items():
+            own = self.of_leaf.get(one.leaf) or self.of_op.get(one.path) or {self.count - 1: 1.0}
+            for stage, part in own.items():
                 seconds = one.seconds * part
                 if not one.often:
                     once[self.candidate.stages[stage]] += seconds
@@ -144,7 +163,7 @@ class Staged:
             sizes: of each buffer, for one micro-batch.
             sums: whether it is a gradient that adds up over micro-batches.
         """
-        held = [self._held(stage, sizes, sums) for stage in range(self.count)]
+        held = [self.held(stage, sizes, sums) for stage in range(self.count)]
         group_of = self.candidate.stages
         fixed, live = self._fixed(arguments), np.zeros(len(self.candidate.groups))
         worst = fixed.copy()
@@ -173,7 +192,7 @@ class Staged:
                 fixed[self.candidate.stages[stage]] += nbytes * part
         return fixed
 
-    def _held(self, stage: int, sizes: np.ndarray, sums: np.ndarray) -> "Held":
+    def held(self, stage: int, sizes: np.ndarray, sums: np.ndarray) -> "Held":
         """What a stage holds."""
         program = self.program
         own = sizes * np.array([self._part_of(n, stage) for n in range(len(sizes))])
@@ -215,10 +234,20 @@ class Staged:
     def _part_of(self, number: int, stage: int) -> float:
         """How often a stage has a buffer: of what an iteration has, or a layer alone, once."""
         one = self.program.buffers[number]
-        part = self.of_op.get(one.op, {}).get(stage, 0.0)
+        part = (self._of_carries.get(one.tensor) or self.of_op.get(one.op, {})).get(stage, 0.0)
         if not part or number not in self.kept_by_all:
             return 1.0 if part and (one.in_loop or self.program.count(one.op) > 1) else part
         return part * self.program.count(one.op)
+
+    @cached_property
+    def _of_carries(self) -> dict[str, Part]:
+        """Which stages have a stack of what a loop over layers hands on: those that have the layers."""
+        inside = {op.loop: self.of_op[op.path] for op in self.graph.ops if op.loop is not None and op.path in self.of_op}
+        loops = self.graph.loops.values()
+        carries = {carry.inside for loop in loops for carry in loop.carries}
+        return {
+            y.stack.name: inside[loop.name] for loop in loops for y in loop.ys if y.slice in carries and loop.name in inside
+        }
 
 
 def _kind(op: Op, recompute: bool) -> BlockKind:
@@ -263,6 +292,8 @@ class Places:
                     of_leaf.get(t.name, {}) if maker is None else of_op.get(maker.path, {}) for t, maker in makers
                 )
                 if found:
+                    if op.kind == "update" and set(found.values()) == {1.0}:
+                        found = {min(found): 1.0}  # of what several stages read the first has the update
                     of_op[op.path] = found
                     for leaf in inputs.intersection(op.inputs):
                         of_leaf.setdefault(leaf.name, found)

@@ -68,3 +68,10 @@ def test_layers_that_differ_are_told_apart() -> None:
 def _other(planner: Any, devices: Any) -> None:
     for op in planner.select("block_4/mlp/up/dot", kind="forward"):
         planner.op_assign(planner.op_trans(op, jscaler.Split("b", 4)), devices)
+
+
+@pytest.mark.parametrize("other", ["recompute_layers(data_parallel())", "zero1()", "single()"])
+def test_stages_with_other_plans_are_not_taken_for_all(other: str) -> None:
+    """A decision on some ranges of a stack is none on all of them."""
+    with pytest.raises(LayersDifferError, match="in some of them"):
+        candidate(f"pipeline(2, 4, plan=[data_parallel(), {other}])", stacked=True)
