@@ -15,11 +15,16 @@ Rows of one table, by ``case``:
     Random spaces over a small model, with stages, ways to save memory and schedules, on 2 to 4 devices: all plans by
     ``jscaler.cost``. ``value`` counts spaces whose best plan is more than `MARGIN` faster than the one that was found, or
     below the bound.
+``why``
+    Plans that were found in random spaces, some with holes, in random memory: a second search without the constraint, or
+    with another decision, for each reason. ``value`` counts reasons by which that would take more than `TRUE` more or less
+    than it does; ``gap`` is the worst.
 
 ``gap`` is cost / bound - 1; ``seconds`` are those of the search.
 """
 
 import functools
+import itertools
 import json
 import random
 import time
@@ -31,6 +36,7 @@ from typing import Any
 import jscaler
 from bench.harness import Row, main
 from bench.paper_models import BATCH, CLUSTERS, GPUS, SIZES, Model
+from bench.search_reasons import checked
 from bench.small_step import arguments, train_step
 from jscaler import spaces as s
 from jscaler.clusters import find_cluster
@@ -55,6 +61,7 @@ SCHEDULES = (["1f1b"], ["1f1b", "zb_h1"], ["gpipe", "1f1b"], ["1f1b", "interleav
 LAYERS = (8, 32, 128, 1024)
 FLAT = 1.5  # times the seconds of the fewest layers
 BRUTE = 200
+WHY, TRUE = 30, 0.01
 
 
 def found_row(case: str, model: str, spaces: tuple[str, ...], found: Found) -> Row:
@@ -163,6 +170,34 @@ def brute_force(seed: int) -> tuple[float | None, Found]:
     return min(fitting, default=None), found
 
 
+def why(plans: int) -> Iterator[Row]:
+    wrong, worst, told, searched, started = 0, 0.0, 0, 0, time.perf_counter()
+    for seed in itertools.count():
+        if searched == plans:
+            break
+        rng = random.Random(f"why {seed}")
+        devices = rng.choice([2, 4])
+        cluster = find_cluster(f"{devices}x{rng.choice(['V100-32GB', 'A100-80GB'])}")
+        graph = small_graph(rng.choice([8, 16]))
+        open_ = s.OpenSpace(rng.choice([s.per_op, s.free]), microbatches=s.parts_of_batch(most=2))
+        spaces = [open_] if rng.random() < 0.5 else random_spaces(rng)
+        free = search_graph(graph, cluster, [spaces], seconds=1000.0)
+        peaks = sorted(one.peak for one in free.candidates)
+        memory = rng.choice([None, *peaks[: len(peaks) // 2], *(0.9 * peak for peak in peaks[len(peaks) // 2 :])])
+        found = search_graph(graph, cluster, [spaces], seconds=1000.0, memory=memory)
+        searched += bool(found.why)
+        for reason, said, seconds in checked(graph, cluster, spaces, memory, found) if found.why else ():
+            off = 0.0 if said == seconds else abs(said / seconds - 1)
+            told, worst = told + 1, max(worst, off)
+            if off > TRUE:
+                wrong += 1
+                print(f"seed {seed}: {reason}: {said:.6g} s is said, {seconds:.6g} s found")
+    yield {
+        "case": "why", "model": "6 layers of 64", "devices": "2 to 4", "space": f"{plans} plans, {told} reasons",
+        "plan": "", "seconds": time.perf_counter() - started, "gap": worst, "value": wrong, "bound": 0,
+    }  # fmt: skip
+
+
 def random_spaces(rng: random.Random) -> list[s.Space]:
     """One to three spaces, each with some of the ways to spread a step and to save memory."""
     inner = s.Space(
@@ -186,6 +221,8 @@ def small_graph(rows: int) -> Any:
 def rows(quick: bool, only: str, seconds: float) -> Iterator[Row]:
     if not only or only in "brute":
         yield from brute(8 if quick else BRUTE)
+    if only == "why" or (not only and not quick):
+        yield from why(4 if quick else WHY)
     yield from paper(seconds, quick, only if only in SPACES else "" if not only or only == "paper" else "nothing")
     if not only or only == "stages":
         yield from paper(seconds, quick, "", "stages", {"gpt": ("stages",)})

@@ -18,7 +18,7 @@ from jscaler.estimate.query import cost
 from jscaler.ir import Graph
 from jscaler.lower.step_plan import graph_of
 from jscaler.plans import by_name
-from jscaler.plans.batch import batch_leaves
+from jscaler.plans.batch import BATCH, batch_leaves
 from jscaler.plans.ladder import ladder
 
 SURELY = 2.0  # of a device's memory: what fits has no higher price by tables (bench.prices: at most 1.8 times its peak)
@@ -80,11 +80,17 @@ def with_memory(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def batch_size(graph: Graph) -> int:
-    """How many sequences a step takes: the size of dim 0 of its batch; 1 where nothing says what that is."""
+def batch_size(graph: Graph, batch: str = BATCH) -> int:
+    """How many sequences a step takes: the size of dim 0 of its batch; 1 where nothing says what that is.
+
+    Raises:
+        UnknownNameError: no input is called as ``batch`` says.
+    """
     try:
-        return math.gcd(*(t.shape[0] for t in batch_leaves(graph)))
+        return math.gcd(*(t.shape[0] for t in batch_leaves(graph, batch)))
     except UnknownNameError:
+        if batch != BATCH:
+            raise
         return 1
 
 

@@ -15,6 +15,7 @@ from jscaler.plan_search.compiled import asked_of_xla
 from jscaler.plan_search.engine import limits_checked, search_graph
 from jscaler.plan_search.found import Found, nothing_fits
 from jscaler.plan_search.shown_progress import shown_progress
+from jscaler.plans.batch import BATCH
 from jscaler.primitives import Plan
 from jscaler.spaces import as_spaces
 
@@ -30,6 +31,7 @@ class Auto:
             plans and ``per_op``.
         seconds: how long the search may take.
         memory: bytes that each device may take; all that it has by default.
+        batch: path or pattern of the batch among the step's inputs.
         name: what the plan is called before it is found.
 
     Example:
@@ -41,6 +43,7 @@ class Auto:
     space: Any = None
     seconds: float = 60.0
     memory: float | None = None
+    batch: str = BATCH
     name: str = "auto"
 
     def __post_init__(self) -> None:
@@ -82,8 +85,8 @@ def _found(auto: Auto, graph: Graph, num_devices: int, cost: CostModel, donated:
     cluster = of_devices(cost, num_devices) if given else cluster_at_hand(jax.devices(), num_devices)
     with shown_progress() as told:
         return search_graph(
-            graph, cluster, as_spaces(auto.space), seconds=auto.seconds, memory=auto.memory, donated=donated, told=told,
-            compiled_peak=asked_of_xla(cluster),
+            graph, cluster, as_spaces(auto.space), seconds=auto.seconds, memory=auto.memory, batch=auto.batch,
+            donated=donated, told=told, compiled_peak=asked_of_xla(cluster),
         )  # fmt: skip
 
 

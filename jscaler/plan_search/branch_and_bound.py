@@ -174,7 +174,7 @@ class BranchAndBound:
         one = self.candidates.priced(point, self.memory)
         family.open.remove(point)  # behind its price: an interrupt leaves it open
         family.priced.append(one)
-        if one.is_known and not self.is_too_large(one) and one.seconds < self._most:
+        if one.is_known and not self.is_too_large(one) and (one.cost is not None or one.seconds < self._most):
             self._confirm(family, one)
         return one
 

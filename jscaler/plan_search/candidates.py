@@ -4,7 +4,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,8 +14,12 @@ from jscaler.estimate.cost import Cost
 from jscaler.estimate.prices import NoPriceError, Price, Prices
 from jscaler.estimate.query import cost, price_of
 from jscaler.ir import Graph
-from jscaler.plan_search.program import NothingFitsError, UnprovedError, fill
+from jscaler.plan_search.program import Filled, NothingFitsError, UnprovedError
+from jscaler.plan_search.program.decisions import Decision
+from jscaler.plan_search.program.fill import Filling, filling_of
+from jscaler.plan_search.program.linear import Row
 from jscaler.plan_search.stages import CutStages, StageCuts
+from jscaler.plans.batch import BATCH
 from jscaler.primitives import Plan
 from jscaler.spaces import Point
 from jscaler.spaces.space import Opening, StageOpening
@@ -39,8 +43,9 @@ class Candidate:
         why: why it is not legal; or what planning it warned of.
         least: for a point with holes, a lower bound of the seconds of all its plans, also if none was found.
         none_fits: whether it is proved that no plan of a point with holes fits.
+        filled: of a point with holes, the solution that it is.
         cut: of a point whose stages are cut, the cut.
-        within: bytes within which they are.
+        within: bytes within which holes were filled, or stages cut.
     """
 
     point: Point
@@ -51,6 +56,7 @@ class Candidate:
     why: str = ""
     least: float | None = None
     none_fits: bool = False
+    filled: Filled | None = None
     cut: CutStages | None = None
     within: float | None = None
 
@@ -106,11 +112,11 @@ class Candidate:
 class Candidates:
     """Plans, prices and costs of points; each is worked out once."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, donated: bool = True):
-        self.graph, self.cluster, self.donated = graph, cluster, donated
+    def __init__(self, graph: Graph, cluster: Cluster, donated: bool = True, batch: str = BATCH):
+        self.graph, self.cluster, self.donated, self.batch = graph, cluster, donated, batch
         self.prices = Prices(graph, cluster)
         self.until = math.inf  # the moment at which a solver ends, too
-        self.stages = StageCuts(self.prices)
+        self.stages = StageCuts(self.prices, self.batch)
         self._known: dict[object, Candidate] = {}
 
     @cached_property
@@ -160,22 +166,58 @@ class Candidates:
 
     def _fill(self, opening: Opening, memory: float | None, candidate: Candidate) -> None:
         """Fill holes. If the plan does not fit by ``jscaler.cost``, fill them again within less memory."""
-        wanted = memory
+        candidate.within = memory
+        recompute = memory is not None
+        filling = filling_of(self.prices, opening.policy, opening.mesh, opening.microbatches, recompute, opening.batch)
         for _ in range(FILLINGS):
-            seconds = min(SOLVER_SECONDS, max(1.0, self.until - time.perf_counter()))
             try:
-                found = fill(self.prices, opening.policy, opening.mesh, opening.microbatches, wanted, seconds)
+                self._solve(filling, candidate)
             except (NothingFitsError, UnprovedError):
                 if candidate.cost is None:
                     raise
                 return  # the plan at hand is too large; ``least`` bounds all others
-            candidate.least = found.bound if candidate.least is None else candidate.least
-            plan = transform(self.prices.captured, found.policy, self.cluster.num_devices, cost=self.cluster)
-            candidate.plan, candidate.price = replace(plan, name=candidate.text), found.price
             self._cost(candidate)
-            if memory is None or wanted is None or candidate.peak <= memory:
+            if memory is None or candidate.within is None or candidate.peak <= memory:
                 return
-            wanted *= LESS * memory / candidate.peak
+            candidate.within *= LESS * memory / candidate.peak
+
+    def _solve(
+        self, filling: Filling, candidate: Candidate, like: Filled | None = None, rows: Sequence[Row] = (),
+        without: str = "",
+    ) -> None:  # fmt: skip
+        seconds = min(SOLVER_SECONDS, max(1.0, self.until - time.perf_counter()))
+        found = filling.best(candidate.within, seconds, like, rows, without)
+        candidate.least = found.bound if candidate.least is None else candidate.least
+        plan = transform(self.prices.captured, found.policy, self.cluster.num_devices, cost=self.cluster)
+        candidate.plan, candidate.price, candidate.filled = replace(plan, name=candidate.text), found.price, found
+        candidate.cost = None
+
+    def instead(self, chosen: Candidate, decision: Decision | str, memory: float | None) -> Candidate:
+        """The best plan that decides one thing otherwise, within the memory that the chosen one was filled in.
+
+        Args:
+            decision: what it does not do; or a constraint between ops, as it was written, that does not count.
+
+        Confirmed by ``jscaler.cost``, and filled again within less where it holds too much by that; unless time is over.
+        """
+        assert chosen.filled is not None
+        found = Candidate(chosen.point, within=chosen.within)
+        how = {"without": decision} if isinstance(decision, str) else {"rows": [decision.forbidden]}
+        work = functools.partial(self._solve, chosen.filled.filling, like=chosen.filled, **how)
+        for _ in range(FILLINGS):
+            self._heeded(found, work)
+            if found.filled is None or found.plan is None:
+                return found
+            said = f"without {decision}" if isinstance(decision, str) else decision.of(found.filled)
+            text = f"{chosen.point.text}, {said}"
+            found.point = replace(chosen.point, text=text)
+            found.plan = replace(found.plan, name=text)
+            if time.perf_counter() > self.until or self.confirmed(found).fits(memory):
+                return found
+            assert found.within is not None
+            assert memory is not None
+            found.within *= LESS * memory / found.peak
+        return found
 
     def _cut(self, opening: StageOpening, memory: float | None, candidate: Candidate) -> None:
         """Cut stages so that they fit, as far as that is known."""

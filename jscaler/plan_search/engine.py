@@ -1,5 +1,6 @@
 """``search_graph``: the fastest plan of some spaces that fits, with its bound, its runners-up, and why it is so."""
 
+import itertools
 import math
 import numbers
 import time
@@ -12,15 +13,21 @@ from jscaler.collector import no_full_collections
 from jscaler.errors import DeviceError, PlanError, shown
 from jscaler.estimate.fitting import batch_size
 from jscaler.ir import Graph
+from jscaler.ir.walk import grouped
 from jscaler.plan_search.branch_and_bound import BranchAndBound
 from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.plan_search.found import Found, Reason
+from jscaler.plan_search.program import Filled
+from jscaler.plan_search.program.decisions import decisions
+from jscaler.plans.batch import BATCH
 from jscaler.spaces import Point, Setting
 from jscaler.spaces.built_in import AnySpace
 from jscaler.text.units import readable_bytes
 
 SMALLEST = 3  # plans whose cost is asked where nothing fits
 FOR_REASONS = 0.2  # of the seconds: for what other choices would cost
+EQUAL = 1e-6  # of the seconds: plans that differ by less are as fast
+DECISIONS = 9  # of a plan that a program filled, of which reasons are told
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ def search_graph(
     *,
     seconds: float = 60.0,
     memory: float | None = None,
+    batch: str = BATCH,
     donated: bool = True,
     told: Told = lambda progress: None,
     compiled_peak: Compile | None = None,
@@ -61,14 +69,16 @@ def search_graph(
 
     Args:
         memory: bytes that each device may take; all that it has by default.
+        batch: path or pattern of the batch among the inputs.
         told: is called with the progress of the search.
         compiled_peak: asks XLA for the peak of the best plan. If that does not fit, the search goes on.
 
     Raises:
         DeviceError: the cluster does not say what its devices are.
+        UnknownNameError: no input is called as ``batch`` says.
         PlanError: the spaces are empty for so many devices and rows.
     """
-    return _Search(graph, cluster, spaces, seconds, memory, donated, told, compiled_peak).found()
+    return _Search(graph, cluster, spaces, seconds, memory, batch, donated, told, compiled_peak).found()
 
 
 class _Search:
@@ -76,7 +86,7 @@ class _Search:
 
     def __init__(
         self, graph: Graph, cluster: Cluster, spaces: Sequence[Sequence[AnySpace]], seconds: float, memory: float | None,
-        donated: bool, told: Told, compiled_peak: Compile | None,
+        batch: str, donated: bool, told: Told, compiled_peak: Compile | None,
     ):  # fmt: skip
         if cluster.device is None:
             raise DeviceError(f"search: cluster '{cluster.name}' does not say what its devices are: seconds have no price")
@@ -84,9 +94,9 @@ class _Search:
         self.cluster, self.spaces = cluster, spaces
         self.memory = memory if memory is not None else max(kind.memory for kind in cluster.kinds) or None
         told(Progress("pricing one device"))
-        self.candidates = Candidates(graph, cluster, donated)
+        self.candidates = Candidates(graph, cluster, donated, batch)
         per_host = min(kind.devices_per_host for kind in cluster.kinds)
-        self.at = Setting(cluster.num_devices, per_host, batch_size(graph))
+        self.at = Setting(cluster.num_devices, per_host, batch_size(graph, batch), rows_of=batch)
         points = [self._points(space) for space in spaces]
         self.search = BranchAndBound(self.candidates, points, self.memory)
         if not self.search.num_points:
@@ -159,29 +169,71 @@ class _Search:
 
     def _reasons(self, best: Candidate) -> Iterator[Reason]:
         """Constraints that bind, then the cost of each other choice, while time allows."""
-        until = time.perf_counter() + max(self._left(), FOR_REASONS * self.seconds)
-        yield from self._binding(best, until)
+        begun, least = time.perf_counter(), FOR_REASONS * self.seconds
+        until = begun + max(self._left(), least)
+        yield from self._binding(best, (begun + until) / 2)
+        begun = time.perf_counter()
+        until = min(until, begun + least)
+        yield from self._arguments(best, (begun + until) / 2)
+        if best.filled is not None:
+            yield from self._decided(best, best.filled, until)
+
+    def _arguments(self, best: Candidate, until: float) -> Iterator[Reason]:
+        """For each argument the best plan with another value; where time is over, the best of those that were looked at."""
+        points = [self._points(space) for space in self.spaces]
         fitting = [one for one in self.search.priced if one.is_known and not self.search.is_too_large(one)]
         fitting.sort(key=lambda one: (one.seconds, one.text))
+        left = len(best.point.numbers)
         for name, value in best.point.numbers.items():
-            others = [one for one in fitting if one.point.numbers.get(name, value) != value and one.seconds > best.seconds]
-            for other in others:
-                if time.perf_counter() > until:
-                    return
-                self.candidates.confirmed(other)
-                if other.is_known and not self.search.is_too_large(other):
-                    said = f"{name.removeprefix('plan.')}={value}"
-                    yield Reason(said, other.text, other.seconds - best.seconds, other.peak)
-                    break
+            others = [[p for p in own if p.numbers.get(name, value) != value] for own in points]
+            search = BranchAndBound(self.candidates, others, self.memory)
+            keys = {point.key for own in others for point in own}
+            if time.perf_counter() > until:
+                return
+            for one in fitting:
+                if search.best is None and one.point.key in keys:
+                    search.keep(self.candidates.confirmed(one))
+            self._exhaust(search, (until - time.perf_counter()) / left, f"without {name}={value}")
+            left -= 1
+            if search.best is not None and search.best.seconds > best.seconds:
+                said = f"{name.removeprefix('plan.')}={value}"
+                yield Reason(said, search.best.text, search.best.seconds - best.seconds, search.best.peak)
+
+    def _decided(self, best: Candidate, filled: Filled, until: float) -> Iterator[Reason]:
+        """Constraints between ops that bind, and what the decisions that weigh most save.
+
+        Not where the best is the faster one by tables alone.
+        """
+        self.candidates.until = until
+        for text in filled.filling.program.constraints:
+            if time.perf_counter() > until:
+                return
+            self.told(Progress(f"without {text}", len(self.search.priced), self.search.num_points, best))
+            free = self.candidates.instead(best, text, self.memory)
+            if free.cost is not None and free.fits(self.memory) and free.seconds < best.seconds * (1 - EQUAL):
+                yield Reason(text, free.text, free.seconds - best.seconds, free.peak)
+        for decision in itertools.islice(decisions(filled), DECISIONS):
+            if time.perf_counter() > until:
+                return
+            self.told(Progress(f"why {decision.of(filled)}", len(self.search.priced), self.search.num_points, best))
+            other = self.candidates.instead(best, decision, self.memory)
+            if other.none_fits and other.within == self.memory:
+                yield Reason(decision.of(filled), "", math.inf, best.peak)
+            if other.filled is None or other.price is None or best.price is None:
+                continue
+            less = other.seconds - (best.seconds if other.cost is not None else best.price.seconds)
+            by = "tables" if other.cost is None else "cost"
+            if less > EQUAL * best.seconds and other.fits(self.memory):
+                yield Reason(decision.of(filled), decision.name(other.filled), less, other.peak, by)
 
     def _binding(self, best: Candidate, until: float) -> Iterator[Reason]:
         """Constraints without which the step would be faster: memory, and limits of domains."""
         wider: list[tuple[str, list[list[Point]], float | None]] = []
         if self.memory is not None:
             wider.append((f"memory={readable_bytes(self.memory)}", [self._points(space) for space in self.spaces], None))
-        for spaces in self.spaces:
-            for space in spaces:
-                wider += [(text, [[*other.points(self.at)]], self.memory) for text, other in space.unlimited()]
+        limits = ((text, other) for spaces in self.spaces for space in spaces for text, other in space.unlimited())
+        for text, several in grouped(limits).items():  # one limit may stand in several spaces
+            wider.append((text, [[*other.points(self.at)] for other in several], self.memory))
         for text, points, memory in wider:
             search = BranchAndBound(self.candidates, points, memory)
             search.best = best

@@ -1,5 +1,6 @@
 """``Found``: what a search has found, as data, as text and as a picture."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,25 +27,33 @@ class Reason:
 
     Attributes:
         what: the choice or the constraint: ``"tp=4"``, ``"memory"``.
-        instead: the plan that would be the best with another choice, or without the constraint.
-        seconds: by how much that plan is slower; below 0 for a constraint, without which the step would be faster.
+        instead: the plan that would be the best with another choice, or without the constraint; of one decision of a plan
+            that a program filled, what it would be.
+        seconds: by how much that plan is slower; below 0 for a constraint, without which the step would be faster; infinite
+            where no other plan fits.
         peak: its bytes on the device that holds most.
+        by: what says so: ``"cost"``, or ``"tables"`` where time was too short to ask it.
     """
 
     what: str
     instead: str
     seconds: float
     peak: float
+    by: str = "cost"
 
     def __str__(self) -> str:
+        if self.seconds == math.inf:
+            return f"{self.what}: nothing else fits"
         said = readable_seconds(abs(self.seconds))
         if self.seconds < 0:
             return f"{self.what} binds: without it {self.instead} takes {said} less, with {readable_bytes(self.peak)}"
-        return f"{self.what}: {said} less than {self.instead}, which has {readable_bytes(self.peak)}"
+        by = "" if self.by == "cost" else f", by {self.by}"
+        return f"{self.what}: {said} less than {self.instead}, which has {readable_bytes(self.peak)}{by}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"what": self.what, "instead": self.instead, "seconds": self.seconds, "peak": self.peak}
+        seconds = None if self.seconds == math.inf else self.seconds
+        return {"what": self.what, "instead": self.instead, "seconds": seconds, "peak": self.peak, "by": self.by}
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,8 @@ class Found:
         chosen: the fastest that fits; None where nothing does.
         bound: seconds that no plan of the spaces that fits is below, by the tables of `jscaler.estimate.prices`, less
             the part by which they may be too high.
-        why: a reason for each choice, and for each constraint that binds.
+        why: a reason for each choice, and for each constraint that binds; of what a program filled, for the decisions that
+            weigh most.
         candidates: all that were looked at and are legal, the fastest first.
         illegal: text of a plan -> why it is not legal.
         num_points: how many plans the spaces have.

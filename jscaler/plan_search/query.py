@@ -15,6 +15,7 @@ from jscaler.plan_search.compiled import asked_of_xla
 from jscaler.plan_search.engine import limits_checked, search_graph
 from jscaler.plan_search.found import Found
 from jscaler.plan_search.shown_progress import shown_progress
+from jscaler.plans.batch import BATCH
 from jscaler.runtime.arguments import Arguments
 from jscaler.runtime.step_capture import capture_call
 from jscaler.runtime.target import find_target
@@ -28,6 +29,7 @@ def search(
     space: Any = None,
     seconds: float = 60.0,
     memory: float | None = None,
+    batch: str = BATCH,
     confirm: bool | None = None,
     donated: bool = True,
 ) -> Found:
@@ -44,6 +46,8 @@ def search(
             those of published plans and ``per_op``.
         seconds: how long the search may take.
         memory: bytes that each device may take; all that it has by default.
+        batch: path or pattern of the batch among the step's inputs, whose dim 0 is its rows. Where none is called so, it is
+            found in the dataflow.
         confirm: whether XLA compiles the best plan for the target and says what it takes: where it does not fit, the search
             goes on. By default where JAX's CUDA plugin is installed (extra ``aot``).
         donated: whether the step updates its state in place.
@@ -55,7 +59,7 @@ def search(
         CaptureError: the step cannot be captured.
         DeviceError: the cluster does not say what its devices are.
         PlanError: the space is empty, or is none.
-        UnknownNameError: no cluster or space has the name.
+        UnknownNameError: no cluster, space or input has the name.
 
     Example:
         >>> found = jscaler.search(train_step, state, batch, target="4xH100-80GB", space="zero", confirm=False)
@@ -67,7 +71,7 @@ def search(
     cluster = cluster_at_hand(jax.devices(), jax.device_count()) if target is None else find_target(target)
     with shown_progress() as told:
         return search_graph(
-            graph, cluster, spaces, seconds=limit, memory=most, donated=donated, told=told,
+            graph, cluster, spaces, seconds=limit, memory=most, batch=batch, donated=donated, told=told,
             compiled_peak=asked_of_xla(cluster, confirm),
         )  # fmt: skip
 

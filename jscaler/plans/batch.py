@@ -1,12 +1,14 @@
-"""Which of a step's inputs are its batch: those that the plan names, or else what is no state, if that is one thing."""
+"""Which of a step's inputs are its batch: those that the plan names, or else the data whose dim 0 is one thing."""
 
 import math
+from collections.abc import Sequence, Set
 
 import jax
 import numpy as np
 
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Graph, PTensor
+from jscaler.rules.reached_factors import all_reached_factors
 
 BATCH = "batch"
 
@@ -15,7 +17,7 @@ def batch_leaves(graph: Graph, batch: str = BATCH) -> list[PTensor]:
     """The inputs whose dim 0 is the batch.
 
     Where none is called ``"batch"``, and the plan names no other, the data are taken: what is neither state, nor a key of
-    random bits, if dim 0 of all of it has one size.
+    random bits. Of data whose dim 0 has several sizes, those with rows alone (`_with_rows`), if that leaves one size.
 
     Raises:
         UnknownNameError: no input is called so, and which are data is open; names those that may be.
@@ -27,8 +29,10 @@ def batch_leaves(graph: Graph, batch: str = BATCH) -> list[PTensor]:
     if named:
         return named
     data = data_inputs(graph)
-    if batch == BATCH and data and len({t.shape[0] for t in data}) == 1:
-        return data
+    if batch == BATCH:
+        for found in (data, _with_rows(graph, data)):
+            if len({t.shape[0] for t in found}) == 1:
+                return found
     why = "; pass the plan batch=..., the path or a pattern of what may be data"
     raise UnknownNameError("input", batch, map(str, data) if data else (t.name for t in graph.inputs), why)
 
@@ -49,6 +53,25 @@ def data_inputs(graph: Graph) -> list[PTensor]:
     for tensor in found:
         rows.setdefault(_argument(tensor), set()).add(tensor.shape[0])
     return [t for t in found if len(rows[_argument(t)]) == 1]
+
+
+def _with_rows(graph: Graph, data: Sequence[PTensor]) -> list[PTensor]:
+    """The data whose dim 0 is no other dim of other data, nor one of a parameter: no positions, and no table's rows."""
+    key = "data with rows"
+    if key not in graph.memo:
+        learned = {t for call in graph.calls for t in call.wrt}
+        graph.memo[key] = [t for t in data if not _is_elsewhere(graph, t, {*data} - {t}, learned)]
+    return graph.memo[key]
+
+
+def _is_elsewhere(graph: Graph, tensor: PTensor, data: Set[PTensor], learned: Set[PTensor]) -> bool:
+    """Whether dim 0 of ``tensor`` reaches a dim of what is learned, or a later dim of other data."""
+    for op, factors in all_reached_factors(graph, [(tensor, 0)]).items():
+        for other, dims in zip(op.inputs, graph.rule(op).operands, strict=True):
+            places = [number for number, names in enumerate(dims) if factors.intersection(names)]
+            if places and (other in learned or (other in data and places[0])):
+                return True
+    return False
 
 
 def _argument(tensor: PTensor) -> str:

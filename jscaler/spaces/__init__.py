@@ -30,12 +30,13 @@ from jscaler.spaces.space_planner import SpacePlanner, space_of
 from jscaler.spaces.stage_space import StageSpace
 from jscaler.spaces.stages import stages
 from jscaler.spaces.three_f_one_b import three_f_one_b
+from jscaler.spaces.ties import Tie, apart, on_all, same_as, together
 from jscaler.spaces.zero import zero
 
 __all__ = [
     "SPACES", "Allowed", "Domain", "OneOf", "OpenSpace", "Point", "Setting", "Space", "SpacePlanner", "StageOpening",
-    "StageSpace", "alpa", "any_split", "as_spaces", "co_shard", "dap", "divisors_of_devices", "expert_parallel",
-    "free", "in_each_stage", "in_microbatches", "in_order", "interlaced", "maybe", "megatron", "meshes", "one_of",
-    "parts_of_batch", "per_op", "rest_of_devices", "saving_memory", "space_of", "stages", "three_f_one_b",
-    "within_host", "zero",
+    "StageSpace", "Tie", "alpa", "any_split", "apart", "as_spaces", "co_shard", "dap", "divisors_of_devices",
+    "expert_parallel", "free", "in_each_stage", "in_microbatches", "in_order", "interlaced", "maybe", "megatron", "meshes",
+    "on_all", "one_of", "parts_of_batch", "per_op", "rest_of_devices", "same_as", "saving_memory", "space_of", "stages",
+    "three_f_one_b", "together", "within_host", "zero",
 ]  # fmt: skip

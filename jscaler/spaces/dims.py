@@ -17,11 +17,7 @@ from jscaler.plans.find_sequence import sequence_of
 from jscaler.plans.vocab_parallel import tables_of_words, word_factors
 from jscaler.primitives import Planner
 
-REMEDY = "leave the dim out of any_split(dims=...)"
-
-
-def _batch(graph: Planner) -> Factors:
-    return batch_factors(graph, BATCH, 1)
+REMEDY = "leave the dim out of dims=..."
 
 
 def _sequence(graph: Planner) -> Factors:
@@ -57,15 +53,20 @@ def _experts(graph: Planner) -> Factors:
 
 
 FINDERS: Mapping[str, Callable[[Planner], Factors]] = {
-    "batch": _batch, "sequence": _sequence, "heads": _heads, "units": _units, "words": _words, "experts": _experts,
+    "sequence": _sequence, "heads": _heads, "units": _units, "words": _words, "experts": _experts,
 }  # fmt: skip
 
 
 class Dims:
-    """The dims of a graph, found when they are asked for."""
+    """The dims of a graph, found when they are asked for.
 
-    def __init__(self, graph: Planner):
+    Args:
+        batch: path or pattern of the batch among the inputs.
+    """
+
+    def __init__(self, graph: Planner, batch: str = BATCH):
         self.graph = graph
+        self._finders = {"batch": lambda graph: batch_factors(graph, batch, 1), **FINDERS}
         self._tables: dict[str, dict[str, str]] = {}
 
     def factors(self, op: Op, dims: Sequence[str]) -> set[str]:
@@ -77,14 +78,21 @@ class Dims:
         tables = [self._table(dim) for dim in dims]
         if tables and not any(tables):
             named = ", ".join(map(repr, dims))
-            raise PlanError(f"any_split(dims={named}) matches nothing: the model has no {' and no '.join(dims)}; {REMEDY}")
+            raise PlanError(f"dims={named} matches nothing: the model has no {' and no '.join(dims)}; {REMEDY}")
         return {table[op.path] for table in tables if op.path in table}
+
+    def name(self, op: Op, factor: str | None) -> str:
+        """What a factor of a forward op is: a dim of the model, or of an input; ``"a copy"`` of None."""
+        if factor is None:
+            return "a copy"
+        known = next((dim for dim in self._finders if self._table(dim).get(op.path) == factor), None)
+        return known or self.graph.factor_names(op).get(factor, f"dim {factor}")
 
     def _table(self, dim: str) -> dict[str, str]:
         """By path of a forward op the factor that a dim is; none where the model has no such dim."""
         if dim not in self._tables:
             try:
-                found = FINDERS[dim](self.graph)
+                found = self._finders[dim](self.graph)
             except JscalerError:  # of an expert who names it the plans say why; here others may be open
                 found = Factors()
             self._tables[dim] = {op.path: name for op, name in found.items() if op.kind == "forward"}

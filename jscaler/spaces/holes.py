@@ -2,6 +2,7 @@
 
 graph.op_trans(op, any_split())                                         every factor, on every mesh axis
 graph.op_trans(op, any_split(axes=0, dims="batch"), any_split(axes=1, dims=("heads", "units")))
+graph.op_trans(op, any_split(least=2, most=8))                          into 2 to 8 parts, by all axes together
 graph.op_trans(op, one_of(Split("a", 4), Replicate(4)))
 graph.shard("*", one_of(None, "zero1", "zero3"))
 graph.recompute(ops, maybe())
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jscaler.errors import PlanError, UnknownNameError
+from jscaler.errors import PlanError, UnknownNameError, check_count
 
 Dim = Literal["batch", "sequence", "heads", "units", "words", "experts"]
 DIMS: tuple[Dim, ...] = get_args(Dim)
@@ -26,9 +27,15 @@ class AnySplit:
     dims: tuple[str, ...] | None
     never: tuple[str, ...]
     copies: Copies
+    least: int = 1
+    most: int | None = None
+    said: str = ""  # how it was written, where it stands for something else
 
     def __str__(self) -> str:
+        if self.said:
+            return self.said
         said = {"axes": self.axes, "dims": self.dims, "never": self.never or None}
+        said |= {"least": self.least if self.least > 1 else None, "most": self.most}
         told = [f"{name}={value}" for name, value in said.items() if value is not None]
         return f"any_split({', '.join([*told, *([] if self.copies == 'any' else [f'copies={self.copies!r}'])])})"
 
@@ -38,6 +45,8 @@ def any_split(
     dims: str | Sequence[str] | None = None,
     never: str | Sequence[str] = (),
     copies: Copies = "any",
+    least: int = 1,
+    most: int | None = None,
 ) -> AnySplit:
     """Any factor of an op on a mesh axis, or a copy.
 
@@ -47,6 +56,7 @@ def any_split(
             feed-forward pair), ``"words"``, ``"experts"``; by default anything. They are found in the dataflow.
         never: what it must not be.
         copies: whether the op may be copied on all devices of the axis: ``"needed"`` where no factor can be split.
+        least, most: into how many parts these axes may split it together.
 
     Raises:
         UnknownNameError: there is no such dim.
@@ -58,16 +68,26 @@ def any_split(
     """
     if copies not in get_args(Copies):
         raise PlanError(f"any_split: copies is one of {', '.join(map(repr, get_args(Copies)))}, not {copies!r}")
-    names = tuple(_texts(own) for own in (dims if dims is not None else (), never))
-    for name in (*names[0], *names[1]):
-        if name not in DIMS:
-            raise UnknownNameError("dim", name, DIMS, "; any_split takes these")
+    check_count("any_split: least", least)
+    if most is not None:
+        check_count("any_split: most", most, least=least)
     numbers = None if axes is None else (axes,) if isinstance(axes, int) else tuple(axes)
-    return AnySplit(numbers, None if dims is None else names[0], names[1], copies)
+    return AnySplit(numbers, dims_of(dims), dims_of(never) or (), copies, least, most)
 
 
-def _texts(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+def dims_of(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Names of dims of a model, one or several.
+
+    Raises:
+        UnknownNameError: there is no such dim.
+    """
+    if names is None:
+        return None
+    found = (names,) if isinstance(names, str) else tuple(names)
+    for name in found:
+        if name not in DIMS:
+            raise UnknownNameError("dim", name, DIMS, "; holes take these")
+    return found
 
 
 @dataclass(frozen=True)

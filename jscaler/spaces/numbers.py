@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jscaler.errors import PlanError, check_count, divisors, shown
+from jscaler.plans.batch import BATCH
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,14 @@ class Setting:
         per_host: how many of a host are among them, at most.
         batch: rows of the batch.
         numbers: the arguments of the policy that are chosen already.
+        rows_of: path or pattern of the batch among the step's inputs, which policies get as ``batch``.
     """
 
     devices: int
     per_host: int
     batch: int
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    rows_of: str = BATCH
 
 
 class Value(NamedTuple):

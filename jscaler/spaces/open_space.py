@@ -60,7 +60,7 @@ class OpenSpace:
                 check_count("OpenSpace: microbatches", count.value)
                 numbers = {"space": self.name, "mesh": mesh.value, "microbatches": count.value}
                 text = f"{self.name}(mesh={mesh.value}, microbatches={count.value})"
-                opening = Opening(self.policy, tuple(mesh.value), count.value)
+                opening = Opening(self.policy, tuple(mesh.value), count.value, at.rows_of)
                 family = self.policy, mesh.value, count.chain
                 yield Point(text, opened, numbers, family, (count.rank,), (count.saves,), opening, (self.policy,))
 

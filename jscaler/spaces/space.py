@@ -9,6 +9,7 @@ from typing import Any
 
 from jscaler import plans
 from jscaler.errors import PlanError, UnknownNameError, check_count, shown
+from jscaler.plans.batch import BATCH
 from jscaler.spaces.numbers import Domain, Setting, Value, as_domain
 
 Policy = Callable[..., Any]
@@ -21,6 +22,7 @@ class Opening:
     policy: Policy
     mesh: tuple[int, ...]
     microbatches: int
+    batch: str = BATCH
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class Space:
         for chosen in self._choices(at, [*self.numbers.items()]):
             numbers = _flat(chosen)
             if self.where is None or self.where(numbers):
-                yield self._point(chosen, numbers)
+                yield self._point(chosen, numbers, at.rows_of)
 
     def unlimited(self) -> "Iterator[tuple[str, Space]]":
         """For each domain that has a limit, its text and the space without that limit."""
@@ -183,7 +185,7 @@ class Space:
             for more in self._choices(inner, others):
                 yield {name: value, **more}
 
-    def _point(self, chosen: Mapping[str, Value], numbers: Mapping[str, Any]) -> Point:
+    def _point(self, chosen: Mapping[str, Value], numbers: Mapping[str, Any], batch: str) -> Point:
         family: list[Any] = [self.name if self._factory is not None else self.policy]
         ranks: list[int] = []
         saves: list[bool] = []
@@ -200,6 +202,8 @@ class Space:
         if self.alone is not None and all(given[name] == value for name, value in self.alone.items()):
             inner: Point = given["plan"]
             return replace(inner, numbers=numbers, family=tuple(family), ranks=tuple(ranks), saves=tuple(saves))
+        if batch != BATCH and "batch" in self._parameters:
+            given.setdefault("batch", batch)
         inside = [policy for value in given.values() if isinstance(value, Point) for policy in value.policies]
         own = (*([] if self._factory is not None else [self.policy]), *inside)
         make = functools.partial(self._make, given)

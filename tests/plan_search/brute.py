@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jscaler.materialize import Layout
@@ -10,13 +10,17 @@ from jscaler.plan_search.program.choices import Choice
 from jscaler.plan_search.program.program import Program
 
 
-def best(program: Program, memory: float | None = None) -> tuple[float, dict[str, Choice]]:
+def best(
+    program: Program, legal: Callable[[Mapping[str, Choice]], bool] = lambda choices: True
+) -> tuple[float, dict[str, Choice]]:
     """The fewest seconds, and what takes them; of a graph without loops, whose ops are all different."""
     program.seconds.exact = True
     nodes = program.nodes.by_name
     found: tuple[float, dict[str, Choice]] = (math.inf, {})
     for taken in itertools.product(*(node.choices for node in nodes.values())):
         choices = dict(zip(nodes, taken, strict=True))
+        if not legal(choices):
+            continue
         seconds = sum(program.seconds.of(nodes[name], choice) for name, choice in choices.items())
         seconds += sum(_brought(program, *read) for read in _reads(program, choices))
         seconds += sum(_kept(program, leaf, choices) for leaf in program.leaves.by_name.values())

@@ -18,8 +18,9 @@ import jscaler
 from jscaler.clusters import Cluster
 from jscaler.estimate.prices import Prices
 from jscaler.plan_search.program import fill
-from jscaler.primitives import Replicate, Split
-from jscaler.spaces import any_split, maybe, one_of
+from jscaler.primitives import Order, Replicate, Split
+from jscaler.spaces import any_split, maybe, one_of, together
+from jscaler.stages import transform
 from models.llama import Llama, LlamaConfig
 from models.moe import MoE, MoEConfig
 from tests.plans.plan_steps import TX, assert_same_numbers, gpt, made_once, mlp, with_arguments
@@ -142,3 +143,30 @@ def rows_alone(graph: Any, devices: Any) -> None:
         graph.op_trans(op, any_split(dims="batch"))
         graph.recompute(op, maybe())
     graph.shard("*", one_of(None, "zero1", "zero2", "zero3"))
+
+
+@pytest.mark.filterwarnings("ignore:plan .found.:jscaler.PlanWarning")
+def test_numbers_under_constraints_between_ops() -> None:
+    """One of two ops runs in front of the other, and all of an attention runs again, or nothing of it."""
+    with jax.enable_x64(True):
+        known = prices("gpt, stacked", 2)
+        labels, head = (
+            next(op.path for op in known.graph.forward() if name in op.path) for name in ("where", "attend/dot")
+        )
+
+        def constrained(graph: Any, devices: Any) -> None:
+            for op in graph.forward():
+                graph.op_trans(op, any_split(dims="batch"))
+            graph.op_order(labels, head)
+            graph.recompute("*/attn/*", together())
+
+        free = fill(known, constrained, (2,), memory=1e12)
+        scratch = known.tables.program().scratch.max()
+        found = fill(known, constrained, (2,), memory=scratch + 0.97 * (free.price.peak - scratch))
+        plan = transform(known.captured, found.policy, 2, cost=known.cluster)
+    program = found.filling.program
+    assert program.again is not None
+    assert not free.recomputed
+    assert {*found.recomputed} == {*program.again.runs}
+    assert Order(labels, head, None, None) in plan.decisions
+    assert_same_numbers(found.policy, MODELS["gpt, stacked"], 2)

@@ -11,7 +11,7 @@ import jscaler
 from bench.small_step import arguments, train_step
 from jscaler import spaces as s
 from jscaler.clusters import find_cluster
-from jscaler.errors import JscalerError, PlanError, PlanWarning
+from jscaler.errors import JscalerError, PlanError, PlanWarning, UnknownNameError
 from jscaler.plan_search import auto, candidates
 from jscaler.plan_search.auto import searched_plan
 from jscaler.plan_search.branch_and_bound import CLOSE
@@ -122,7 +122,7 @@ def test_holes_that_nobody_could_fill_are_in_the_bound(graph: Any, monkeypatch: 
         raise UnprovedError("no plan within 1 s; give more, or a smaller space", 1e-9)
 
     space = s.OpenSpace(s.per_op, microbatches=s.parts_of_batch(most=4))
-    monkeypatch.setattr(candidates, "fill", unproved)
+    monkeypatch.setattr(candidates, "filling_of", unproved)
     found = search_graph(graph, CLUSTER, [SMALL, [space]])
     closed = search_graph(graph, CLUSTER, [SMALL])
     assert found.chosen is not None
@@ -286,3 +286,26 @@ def test_a_search_of_nothing_is_refused(graph: Any) -> None:
     for wrong in ({"seconds": 0}, {"memory": -1}):
         with pytest.raises(PlanError, match="above 0"):
             jscaler.search(graph, target=CLUSTER, **wrong)
+
+
+def test_the_batch_of_a_step_that_does_not_say_which() -> None:
+    """Two arguments have rows of their own: plans split those that are named, and are text that says so."""
+
+    def train(params: Any, images: jax.Array, queue: jax.Array) -> Any:
+        loss, grads = jscaler.value_and_grad(lambda p: jnp.mean(jnp.tanh(images @ p)) + jnp.sum(queue @ p))(params)
+        return params - grads, loss
+
+    given = jnp.ones((64, 64)), jnp.ones((4096, 64)), jnp.ones((5, 64))
+    graph = jscaler.parallelize("single", devices=1)(train).graph(*given)
+    spaces = ["zero", s.OpenSpace(s.per_op, mesh=(4,), microbatches=[2])]
+    found = jscaler.search(graph, target=CLUSTER, space=spaces, batch="images", confirm=False)
+    texts = [one.text for one in found.candidates]
+    assert "zero1(batch='images')" in texts
+    assert "per_op(mesh=(4,), microbatches=2)" in texts
+    assert all("batch='images'" in text for text in texts if "per_op" not in text)
+    assert found.chosen is not None
+    assert jscaler.cost(graph, found.chosen.text, CLUSTER).seconds.total == found.chosen.seconds
+    step = jscaler.parallelize(jscaler.Auto(space=spaces[1], batch="images"), devices=4, cluster=CLUSTER)(train)
+    np.testing.assert_allclose(step(*given)[1], train(*given)[1], rtol=1e-5)
+    with pytest.raises(UnknownNameError, match="no input named 'pictures'"):
+        jscaler.search(graph, target=CLUSTER, space="zero", batch="pictures")

@@ -53,6 +53,24 @@ def test_a_step_with_several_that_may_be_the_batch() -> None:
     assert np.isfinite(named(PARAMS, X, jnp.ones((6, 4)))[1])
 
 
+def test_positions_and_what_is_said_of_words_are_no_batch() -> None:
+    """Tokens' dim 1 is the positions', and a table's words are those of a parameter."""
+
+    def train(params: Any, tokens: jax.Array, positions: jax.Array, weights: jax.Array) -> Any:
+        def loss_of(p: Any) -> jax.Array:
+            hidden = p["words"][tokens] + jnp.sin(positions)[:, None]
+            logits = hidden @ p["words"].T * weights
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1))
+
+        loss, grads = jscaler.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    given = {"words": jnp.ones((10, 4))}, jnp.ones((8, 6), jnp.int32), jnp.arange(6.0), jnp.ones(10)
+    graph = jscaler.parallelize("single", devices=1)(train).graph(*given)
+    assert [t.name for t in batch_leaves(graph)] == ["tokens"]
+    assert batch_size(graph) == 8
+
+
 def test_a_name_that_nothing_carries_is_no_default() -> None:
     step = jscaler.parallelize(plans.data_parallel("pictures"), devices=2)(step_of(jscaler.value_and_grad))
     with pytest.raises(jscaler.UnknownNameError, match=r"no input named 'pictures'.*known: images: f32\[8,4\], labels"):

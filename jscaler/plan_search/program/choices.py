@@ -6,9 +6,9 @@ equal layers are one node. Joins of cotangents are nodes of their own, which may
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jscaler.errors import PlanError
 from jscaler.estimate.prices.folded import Folded
@@ -22,7 +22,18 @@ from jscaler.rules.rule_book import RuleBook
 
 SHARE = "+"  # in place of a factor: value shares of what a join adds up
 ByAxis = tuple[str | None, ...]
-Allowed = Callable[[Op, int, str | None], bool]  # an op, the number of a mesh axis, a factor or a copy
+
+
+class Legal(Protocol):
+    """What a space allows."""
+
+    def split(self, op: Op, axis: int, factor: str | None) -> bool:
+        """Whether a mesh axis may split a factor, or copy."""
+        ...
+
+    def whole(self, op: Op, by_axis: ByAxis) -> bool:
+        """Whether all axes together may split an op so."""
+        ...
 
 
 class Choice(NamedTuple):
@@ -66,7 +77,7 @@ class Node:
 class Nodes:
     """The nodes of a graph, and the layouts that their choices give what they read and make."""
 
-    def __init__(self, graph: Graph, folded: Folded, mesh: tuple[int, ...], time: InTime, allowed: Allowed):
+    def __init__(self, graph: Graph, folded: Folded, mesh: tuple[int, ...], time: InTime, legal: Legal):
         assert isinstance(graph.rules, RuleBook)
         self.graph, self.folded, self.book, self.time = graph, folded, graph.rules, time
         self.mesh = DeviceMesh(tuple(range(math.prod(mesh))), tuple((f"x{i}", size) for i, size in enumerate(mesh)))
@@ -79,7 +90,7 @@ class Nodes:
         for op in graph.ops:
             self._add(op)
         for node in self.by_name.values():
-            node.choices = list(self._choices(node, allowed, taken_apart))
+            node.choices = list(self._choices(node, legal, taken_apart))
             if not node.choices:
                 raise PlanError(
                     f"'{node.name}' has no choice left on a mesh of {mesh}: no factor divides, and no copy may be"
@@ -98,7 +109,7 @@ class Nodes:
         node.all.append(op)
         self.of_op[op.path] = node
 
-    def _choices(self, node: Node, allowed: Allowed, taken_apart: set[PTensor]) -> Iterator[Choice]:
+    def _choices(self, node: Node, legal: Legal, taken_apart: set[PTensor]) -> Iterator[Choice]:
         op, rule = node.op, self.book.rule(node.op)
         cut = {factor: n for one in node.ops for factor, n in self.time.cuts.get(one.path, {}).items()}
         stacked = [t for one in node.ops for t in one.outputs if t in taken_apart]
@@ -108,7 +119,7 @@ class Nodes:
         options: list[list[str | None]] = []
         for number, size in enumerate(self.shape):
             fit = [f for f in able if rule.factors[f].size % (size * cut.get(f, 1)) == 0]
-            own: list[str | None] = [f for f in (None, *fit) if allowed(op, number, f)]
+            own: list[str | None] = [f for f in (None, *fit) if legal.split(op, number, f)]
             if node.is_join and len(op.inputs) > 1:
                 own.append(SHARE)
             options.append([None] if size == 1 else own)
@@ -119,7 +130,7 @@ class Nodes:
                     factors[name] = (*factors.get(name, ()), axis)
             shared = tuple(axis for axis, name in zip(self.mesh.names, by_axis, strict=True) if name == SHARE)
             parts = {f: self.mesh.size(axes) * cut.get(f, 1) for f, axes in factors.items()}
-            if any(rule.factors[f].size % n for f, n in parts.items()):
+            if any(rule.factors[f].size % n for f, n in parts.items()) or not legal.whole(op, by_axis):
                 continue
             if shared and self.book.passes(op, ("add",) * len(op.inputs)) is None:
                 continue

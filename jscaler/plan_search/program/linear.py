@@ -12,6 +12,7 @@ from jscaler.errors import PlanError
 
 TOLERANCE = 1e-6  # of rows and of whole numbers
 Terms = Mapping[int, float]  # variable -> coefficient
+Row = tuple[Terms, float, float]  # a sum of them, and between what it lies
 
 
 class TimeIsOverError(Exception):
@@ -57,7 +58,7 @@ class Linear:
 
     costs: list[float] = field(default_factory=list)
     whole: list[bool] = field(default_factory=list)
-    rows: list[tuple[Terms, float, float]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     def variable(self, cost: float = 0.0, whole: bool = False) -> int:
         """A new variable; ``whole`` ones are 0 or 1."""

@@ -26,9 +26,11 @@ from jscaler.plan_search.program.again import Again
 from jscaler.plan_search.program.choices import Choice, Node, Nodes
 from jscaler.plan_search.program.flows import Edge, Flows, Read
 from jscaler.plan_search.program.leaves import Leaf, Leaves, State
-from jscaler.plan_search.program.linear import Linear, Solution, TimeIsOverError, UnprovedError
+from jscaler.plan_search.program.linear import Linear, Row, Solution, Terms, TimeIsOverError, UnprovedError
 from jscaler.plan_search.program.memory import Memory
 from jscaler.plan_search.program.seconds import Seconds
+from jscaler.plan_search.program.tie_rows import check_ties, rows_of
+from jscaler.spaces.allowed import Allowed
 
 Ends = Mapping[Any, Sequence[int]]  # layout (or the state of a parameter) -> the choices that make it, or want it
 Pair = tuple[Any, Any]
@@ -43,6 +45,7 @@ class Program:
 
     Attributes:
         fixed: seconds of a step that no choice changes: what updates make of scalars.
+        constraints: between ops, as they were written -> the numbers of their rows.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Program:
         self.flows = Flows(nodes, in_time)
         self.leaves = Leaves(self.flows, self.seconds, microbatches)
         self.linear = Linear()
+        self.constraints: dict[str, set[int]] = {}
         self._moments: dict[int, None] = {}  # that have been rows
         self._open: dict[int, Callable[[], float]] = {}  # variables with a price that may be too low
         self.takes: dict[str, list[int]] = {}  # of each node the variables of its choices
@@ -75,6 +79,26 @@ class Program:
             self._leaf(leaf)
         self.memory.finish(self.again)
 
+    def constrain(self, space: Allowed) -> None:
+        """Add what a space says of several ops.
+
+        Raises:
+            PlanError: that leaves nothing.
+        """
+        rows = [*rows_of(self.nodes, space.ties)]
+        check_ties(self.nodes, rows)
+        for row in rows:
+            self._constrain(row.tie.text, *row.terms(self.takes))
+        runs = {} if self.again is None else self.again.runs
+        for text, ops in space.as_one.items():
+            names = dict.fromkeys(self.nodes.folded.kind(path) for path in ops)
+            for first, second in itertools.pairwise(runs[name] for name in names if name in runs):
+                self._constrain(text, {first: 1.0, second: -1.0}, 0.0, 0.0)
+
+    def _constrain(self, text: str, terms: Terms, least: float, most: float) -> None:
+        self.constraints.setdefault(text, set()).add(len(self.linear.rows))
+        self.linear.row(terms, least, most)
+
     def _variable(self, price: Callable[[], float], whole: bool = False) -> int:
         """A variable that costs at least what it is said to cost; exactly that once it is in a solution."""
         self.seconds.guessed = False
@@ -83,7 +107,9 @@ class Program:
             self._open[found] = price
         return found
 
-    def solve(self, seconds: float, gap: float, most: float = math.inf) -> Solution | None:
+    def solve(
+        self, seconds: float, gap: float, most: float = math.inf, rows: Sequence[Row] = (), without: str = ""
+    ) -> Solution | None:  # fmt: skip
         """Solve it, and plan the adapters of the solution, until these are planned; None where nothing fits.
 
         First without whole numbers, which is quick. What is not planned costs no more than it is said to, and a moment that
@@ -91,8 +117,12 @@ class Program:
 
         Args:
             most: bytes that a device may hold.
+            rows: what is demanded beside the program's own rows.
+            without: a constraint between ops that does not count.
         """
-        end, linear = time.monotonic() + seconds, dataclasses.replace(self.linear, rows=[*self.linear.rows])
+        lifted = self.constraints.get(without, ())
+        kept = [row for number, row in enumerate(self.linear.rows) if number not in lifted]
+        end, linear = time.monotonic() + seconds, dataclasses.replace(self.linear, rows=[*kept, *rows])
         best, bound, found = None, 0.0, None
         for moment in self._moments if most < math.inf else ():
             self._hold(linear, moment, most)

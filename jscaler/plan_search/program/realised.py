@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
-from jscaler import plans
 from jscaler.estimate.prices.folded import Folded
 from jscaler.ir import Op
 from jscaler.ir.loop import made_by, reads_of
@@ -18,16 +17,21 @@ from jscaler.primitives.planner import Policy
 
 def policy_of(
     folded: Folded, mesh: tuple[int, ...], choices: Mapping[str, ByAxis], states: Mapping[str, State],
-    again: Set[str], inside: Set[str], microbatches: int,
+    again: Set[str], inside: Set[str], in_parts: bool, orders: Sequence[tuple[str, str]] = (),
 ) -> Policy:  # fmt: skip
-    """A policy that decides what was found, by what stands for an op or a parameter."""
+    """A policy that decides what was found, by what stands for an op or a parameter.
+
+    Args:
+        in_parts: whether it runs on one micro-batch after another.
+        orders: pairs of ops, of which the first runs in front of the second.
+    """
 
     def found(graph: Planner, devices: np.ndarray) -> None:
         grid = devices.reshape(mesh)
         for leaf in graph.inputs:
             state = states.get(folded.kind(leaf.name))
             if state is not None and state.dim is not None:
-                _shard(graph, leaf.name, state, grid, len(leaf.shape), microbatches)
+                _shard(graph, leaf.name, state, grid, len(leaf.shape), in_parts)
         for op in graph.ops:
             by_axis = choices.get(folded.kind(op.path)) if op.kind == "forward" else None
             if by_axis is not None:
@@ -36,8 +40,10 @@ def policy_of(
         beside = [op for op, kind in kinds.items() if kind in inside]
         for region in _regions(graph, [op for op, kind in kinds.items() if kind in again], beside):
             graph.recompute(region, keep=[op for op in region if kinds[op] not in again])
+        for before, after in orders:
+            graph.op_order(before, after)
 
-    return plans.accumulate(microbatches, found) if microbatches > 1 else found
+    return found
 
 
 def _place(graph: Planner, op: Op, by_axis: ByAxis, grid: np.ndarray) -> None:
@@ -48,7 +54,7 @@ def _place(graph: Planner, op: Op, by_axis: ByAxis, grid: np.ndarray) -> None:
     graph.op_assign(graph.op_trans(op, *algorithms), grid)
 
 
-def _shard(graph: Planner, leaf: str, state: State, grid: np.ndarray, rank: int, microbatches: int) -> None:
+def _shard(graph: Planner, leaf: str, state: State, grid: np.ndarray, rank: int, in_parts: bool) -> None:
     """Over the axes that replicate it."""
     assert state.dim is not None
     names = [name for name, _ in state.layout.mesh.axes]
@@ -57,7 +63,7 @@ def _shard(graph: Planner, leaf: str, state: State, grid: np.ndarray, rank: int,
     parts = math.prod(grid.shape[i] for i in free)
     devices = grid.transpose(free + rest).reshape(parts, -1)
     dim = state.dim + rank - len(state.layout.shape)  # behind the dim of layers
-    often = state.zero > 1 if microbatches > 1 else None
+    often = state.zero > 1 if in_parts else None
     graph.shard(leaf, dim, devices, stored=state.zero == 3, each_time=often)
 
 

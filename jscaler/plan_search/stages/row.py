@@ -34,14 +34,14 @@ class Row:
     loops: int
 
     @staticmethod
-    def of(captured: Captured, folded: Folded, cluster: Cluster) -> "Row":
+    def of(captured: Captured, folded: Folded, cluster: Cluster, batch: str) -> "Row":
         """Of a step; equal layers of its loops, and those that are folded, are one kind.
 
         Raises:
             PlanError: it is no row.
         """
         graph = Planner(captured.graph, cluster.num_devices, captured.bodies, cluster=cluster)
-        units, known = row_of(graph)
+        units, known = row_of(graph, batch)
         places = places_and_bytes(graph, units, known, cluster.num_devices - 1)
         starts = [0, *(place for place, _ in places)]
         numbers: dict[frozenset[tuple[str, float]], int] = {}

@@ -20,6 +20,7 @@ from jscaler.plan_search.at_hand import of_devices
 from jscaler.plan_search.program import NothingFitsError
 from jscaler.plan_search.stages.cutter import Chain, Choice, Stages
 from jscaler.plan_search.stages.row import Row
+from jscaler.plans.batch import BATCH
 from jscaler.primitives.planner import Policy
 from jscaler.spaces import Point, StageOpening
 from jscaler.stages import transform
@@ -59,10 +60,10 @@ class _Group:
 
 
 class StageCuts:
-    """Cuts of one step on one cluster."""
+    """Cuts of one step on one cluster; ``batch`` is the path or pattern of the batch among its inputs."""
 
-    def __init__(self, prices: Prices):
-        self.prices, self.cluster = prices, prices.cluster
+    def __init__(self, prices: Prices, batch: str = BATCH):
+        self.prices, self.cluster, self.batch = prices, prices.cluster, batch
         self._groups: dict[tuple[int, tuple[object, ...]], _Group] = {}
         self._segments: dict[Key, SegmentPrices] = {}
         self._larger: dict[Key, float] = {}  # by which factor a stage held more than tables say
@@ -70,7 +71,7 @@ class StageCuts:
     @cached_property
     def row(self) -> Row:
         """The model's segments."""
-        return Row.of(self.prices.captured, self.prices.tables.folded, self.cluster)
+        return Row.of(self.prices.captured, self.prices.tables.folded, self.cluster, self.batch)
 
     def cut(self, opening: StageOpening, memory: float | None) -> CutStages:
         """The fastest pipeline that fits; where none does by tables, the fastest that may.
@@ -183,6 +184,7 @@ class StageCuts:
         alike = len({point.key for point in own}) == 1
         text = own[0].text if alike else f"[{', '.join(point.text for point in own)}]"
         cuts = self.row.cuts([start for start, *_ in stages[1:]])
+        cuts |= {} if self.batch == BATCH else {"batch": self.batch}
         said = "".join(f", {name}={value!r}" for name, value in cuts.items())
         schedule = "" if opening.schedule == "1f1b" else f", {opening.schedule!r}"
         policies = own[0].make() if alike else [point.make() for point in own]
