@@ -22,11 +22,11 @@ from bench.paper_memory import compiled_peak
 from bench.paper_models import CLUSTERS, Model
 from bench.paper_plans import ROWS, Config
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.estimate.fitting import SURELY
 
 CLOSE = 0.02  # of a plan's best
 TABLES = 0.93  # of a price by tables, below which no estimate is (`bench.prices`)
 LEARNED = 4  # estimates of a plan
+SURELY = 2.0  # of a device's memory: what fits has no higher price by tables (bench.prices: at most 1.8 times its peak)
 AHEAD = 32  # configurations that a process with nothing to do looks at, for one whose estimate is not known
 
 

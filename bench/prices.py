@@ -1,8 +1,8 @@
 """Do tables price plans as ``jscaler.cost`` does? Seconds and peaks by `jscaler.estimate.prices` against it, plan by plan.
 
-Of each model plans are drawn from the ladder and from pipelines, by a seed: 40, half of them within 1.5 times of the
-fastest, as ``jscaler.cost`` has it. ``rho`` are rank correlations, of seconds over all and over the faster half, and of
-peaks; ``error`` is the mean of |tables / cost - 1|, and ``most`` the largest. Seconds of one process: ``set_up`` of what
+Of each model plans are drawn from the space ``memory`` and from pipelines, by a seed: 40, half of them within 1.5 times of
+the fastest, as ``jscaler.cost`` has it. ``rho`` are rank correlations, of seconds over all and over the faster half, and
+of peaks; ``error`` is the mean of |tables / cost - 1|, and ``most`` the largest. Seconds of one process: ``set_up`` of what
 all plans share; of a price in the mean, with what is ``new`` in a plan, and ``again``; and of ``jscaler.cost``, also in the
 mean, for a plan whose layouts are known then. ``no_price`` counts plans that tables have none for.
 """
@@ -20,11 +20,11 @@ import numpy as np
 
 import jscaler
 from bench.harness import Row, main
+from jscaler import spaces as s
 from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError
 from jscaler.estimate.prices import NoPriceError, Price, Prices
 from jscaler.plans import by_name
-from jscaler.plans.ladder import ladder
 from jscaler.stages import transform
 
 COLUMNS = (
@@ -104,7 +104,10 @@ def rows(quick: bool, model: str, seed: int, every: bool) -> Iterator[Row]:
 
 def measure(case: Case, seed: int, every: bool, plans: int, drawn: int) -> Row:
     graph, cluster = case.graph(), find_cluster(CLUSTER)
-    texts = [*ladder(cluster.num_devices, 64), *STAGED]
+    texts = [
+        *(point.text for space in s.memory() for point in space.points(s.Setting(cluster.num_devices, 8, 64))),
+        *STAGED,
+    ]
     random.Random(seed).shuffle(texts)
     found: list[Priced] = []
     without: list[str] = []

@@ -41,9 +41,9 @@ from bench.small_step import arguments, train_step
 from jscaler import spaces as s
 from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError
-from jscaler.estimate.fitting import batch_size
 from jscaler.plan_search.engine import search_graph
 from jscaler.plan_search.found import Found
+from jscaler.plans.batch_size import batch_size
 
 COLUMNS = (
     "case", "model", "devices", "space", "seconds", "plan", "cost", "reference", "value", "bound_s", "gap", "peak", "fits",

@@ -35,12 +35,12 @@ from jscaler.errors import (
     VerificationError,
 )
 from jscaler.estimate.difference import Difference, diff
-from jscaler.estimate.fitting import Fit, fit
 from jscaler.estimate.found_schedule import find_schedule
 from jscaler.estimate.query import Cost, cost
 from jscaler.estimate.simulation import simulate
 from jscaler.padding import pad_batch
 from jscaler.plan_search.auto import Auto
+from jscaler.plan_search.fit import fit
 from jscaler.plan_search.query import Found, search
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.report.draw_timeline import draw_timelines
@@ -80,7 +80,6 @@ __all__ = [
     "DeviceError",
     "Difference",
     "Evaluation",
-    "Fit",
     "Found",
     "GradientError",
     "Job",

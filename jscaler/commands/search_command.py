@@ -8,7 +8,7 @@ import typer
 
 from jscaler.commands.built_in_job import stacked_by_default
 from jscaler.commands.chosen_job import chosen_job
-from jscaler.commands.fit_command import CONFIRM_HELP, NOTHING, TARGET_HELP
+from jscaler.commands.fit_command import CONFIRM_HELP, NOTHING, STOPPED, TARGET_HELP
 from jscaler.commands.options import Batch, Dtype, JobFile, Model, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.screen import screen, show
 from jscaler.commands.told_model import with_model
@@ -21,8 +21,7 @@ from jscaler.runtime.target import find_target
 from jscaler.spaces import SPACES
 from jscaler.training.planned_job import PlannedJob
 
-STOPPED = 4  # the exit code where the search was stopped before its end: the plan stands, the gap is wider
-SPACE_HELP = f"what to search, several times for several: {', '.join(SPACES)}; by default all but the last two"
+SPACE_HELP = f"what to search, several times for several: {', '.join(SPACES)}; by default all but the last three"
 
 
 def search_(

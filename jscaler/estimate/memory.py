@@ -270,7 +270,7 @@ def _op_near(timeline: Sequence[Moment], index: int) -> str:
     return next((m.op for m in timeline[index:] if m.op), next((m.op for m in timeline[:index][::-1] if m.op), ""))
 
 
-def preallocation(peak: int, capacity: int) -> str:
+def preallocation(peak: float, capacity: float) -> str:
     """What to set where a peak that fits is more than JAX takes of a device; else nothing."""
     if peak <= PREALLOCATED * capacity:
         return ""

@@ -53,11 +53,14 @@ class BranchAndBound:
 
     Attributes:
         memory: bytes of a device; None for no limit.
+        every: whether all points are priced, and ``jscaler.cost`` confirms all.
         best: the candidate that fits with the lowest cost.
     """
 
-    def __init__(self, candidates: Candidates, spaces: Iterable[Iterable[Point]], memory: float | None):
-        self.candidates, self.memory = candidates, memory
+    def __init__(
+        self, candidates: Candidates, spaces: Iterable[Iterable[Point]], memory: float | None, every: bool = False
+    ):
+        self.candidates, self.memory, self.every = candidates, memory, every
         self.best: Candidate | None = None
         self.families: list[Family] = []
         self._of_spaces: list[list[Family]] = []
@@ -85,6 +88,10 @@ class BranchAndBound:
         For each space in turn: the first point of each family, then the points that may still be the best.
         """
         begun: list[Family] = []
+        for family, point in [(f, point) for f in self.families for point in f.open] if self.every else []:
+            one = self._price(family, point)
+            self.keep(self.candidates.confirmed(one))
+            yield one
         for families in self._of_spaces:
             for family in families:
                 if (

@@ -46,6 +46,7 @@ class Candidate:
         filled: of a point with holes, the solution that it is.
         cut: of a point whose stages are cut, the cut.
         within: bytes within which holes were filled, or stages cut.
+        flops_ratio: FLOPs of all devices, as a multiple of the step's on one device; known with the cost.
     """
 
     point: Point
@@ -59,6 +60,7 @@ class Candidate:
     filled: Filled | None = None
     cut: CutStages | None = None
     within: float | None = None
+    flops_ratio: float | None = None
 
     @property
     def text(self) -> str:
@@ -85,14 +87,16 @@ class Candidate:
         assert self.price is not None
         return self.price.peak
 
+    def capacity(self, memory: float | None) -> float:
+        """``memory``; where devices are of several kinds at most what those have that have the least left."""
+        most = math.inf if memory is None else memory
+        if self.cost is None or len(self.cost.cluster.kinds) == 1:
+            return most
+        return min(most, self.cost.memory.capacity or most)
+
     def fits(self, memory: float | None) -> bool:
         """Whether it fits, as well as that is known; into each device's own memory where they are of several kinds."""
-        if memory is None:
-            return True
-        kinds = self.cost.cluster.kinds if self.cost is not None else ()
-        if self.cost is not None and len(kinds) > 1 and self.cost.fits is False:
-            return False
-        return self.peak <= memory
+        return self.peak <= self.capacity(memory)
 
     @property
     def busiest(self) -> float:
@@ -122,8 +126,10 @@ class Candidates:
     @cached_property
     def floor(self) -> float:
         """A lower bound for all plans: the products of the step, divided among the devices without loss."""
-        kinds = ((kind.num_devices, replace(kind, hosts=1, devices_per_host=1)) for kind in self.cluster.kinds)
-        return 1 / sum(count / max(1e-12, Prices(self.graph, one).products) for count, one in kinds)
+        kinds = self.cluster.kinds
+        alone = (replace(kind, hosts=1, devices_per_host=1) for kind in kinds)
+        prices = [self.prices] if len(kinds) == 1 else [Prices(self.graph, one) for one in alone]
+        return 1 / sum(kind.num_devices / max(1e-12, one.products) for kind, one in zip(kinds, prices, strict=True))
 
     def priced(self, point: Point, memory: float | None) -> Candidate:
         """``point``, planned and priced; by ``jscaler.cost`` where tables have no price.
@@ -246,7 +252,8 @@ class Candidates:
             self._cost(candidate)
 
     def _cost(self, candidate: Candidate) -> None:
-        candidate.cost = cost(self.graph, candidate.plan, self.cluster, donated=self.donated)
+        found = candidate.cost = cost(self.graph, candidate.plan, self.cluster, donated=self.donated)
+        candidate.flops_ratio = found.total_flops / self.prices.flops if self.prices.flops else 1.0
 
     def _heeded(self, candidate: Candidate, work: Callable[[Candidate], None]) -> None:
         """Do ``work``, and note why a plan is illegal or what it was warned of."""

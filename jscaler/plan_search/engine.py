@@ -11,7 +11,6 @@ from typing import Any
 from jscaler.clusters import Cluster
 from jscaler.collector import no_full_collections
 from jscaler.errors import DeviceError, PlanError, shown
-from jscaler.estimate.fitting import batch_size
 from jscaler.ir import Graph
 from jscaler.ir.walk import grouped
 from jscaler.plan_search.branch_and_bound import BranchAndBound
@@ -20,6 +19,10 @@ from jscaler.plan_search.found import Found, Reason
 from jscaler.plan_search.program import Filled
 from jscaler.plan_search.program.decisions import decisions
 from jscaler.plans.batch import BATCH
+from jscaler.plans.batch_size import batch_size
+from jscaler.plans.first_layers import count_of
+from jscaler.plans.layers import find_layers
+from jscaler.primitives import Planner
 from jscaler.spaces import Point, Setting
 from jscaler.spaces.built_in import AnySpace
 from jscaler.text.units import readable_bytes
@@ -64,6 +67,8 @@ def search_graph(
     donated: bool = True,
     told: Told = lambda progress: None,
     compiled_peak: Compile | None = None,
+    every: bool = False,
+    reasons: bool = True,
 ) -> Found:
     """Search ``spaces`` in turn. Stops after ``seconds`` or at Ctrl-C, with the best plan so far.
 
@@ -72,13 +77,15 @@ def search_graph(
         batch: path or pattern of the batch among the inputs.
         told: is called with the progress of the search.
         compiled_peak: asks XLA for the peak of the best plan. If that does not fit, the search goes on.
+        every: whether ``jscaler.cost`` works out all plans, also those that cannot be the best.
+        reasons: whether it is asked what other choices cost.
 
     Raises:
         DeviceError: the cluster does not say what its devices are.
         UnknownNameError: no input is called as ``batch`` says.
         PlanError: the spaces are empty for so many devices and rows.
     """
-    return _Search(graph, cluster, spaces, seconds, memory, batch, donated, told, compiled_peak).found()
+    return _Search(graph, cluster, spaces, seconds, memory, batch, donated, told, compiled_peak, every).found(reasons)
 
 
 class _Search:
@@ -86,19 +93,21 @@ class _Search:
 
     def __init__(
         self, graph: Graph, cluster: Cluster, spaces: Sequence[Sequence[AnySpace]], seconds: float, memory: float | None,
-        batch: str, donated: bool, told: Told, compiled_peak: Compile | None,
+        batch: str, donated: bool, told: Told, compiled_peak: Compile | None, every: bool,
     ):  # fmt: skip
         if cluster.device is None:
-            raise DeviceError(f"search: cluster '{cluster.name}' does not say what its devices are: seconds have no price")
+            raise DeviceError(f"cluster '{cluster.name}' does not say what its devices are: seconds have no price")
         self.begun, self.seconds, self.told, self.compiled_peak = time.perf_counter(), seconds, told, compiled_peak
         self.cluster, self.spaces = cluster, spaces
         self.memory = memory if memory is not None else max(kind.memory for kind in cluster.kinds) or None
         told(Progress("pricing one device"))
         self.candidates = Candidates(graph, cluster, donated, batch)
         per_host = min(kind.devices_per_host for kind in cluster.kinds)
-        self.at = Setting(cluster.num_devices, per_host, batch_size(graph, batch), rows_of=batch)
+        planner = Planner(graph, 1)
+        layers = count_of(planner, find_layers(planner, needed=False))
+        self.at = Setting(cluster.num_devices, per_host, batch_size(graph, batch), layers, rows_of=batch)
         points = [self._points(space) for space in spaces]
-        self.search = BranchAndBound(self.candidates, points, self.memory)
+        self.search = BranchAndBound(self.candidates, points, self.memory, every)
         if not self.search.num_points:
             raise PlanError(
                 f"search: the space {'; '.join(str(one) for space in spaces for one in space)} has no plan for "
@@ -112,8 +121,8 @@ class _Search:
     def _left(self) -> float:
         return self.seconds - (time.perf_counter() - self.begun)
 
-    def found(self) -> Found:
-        """The answer."""
+    def found(self, reasons: bool) -> Found:
+        """The answer, with its reasons or without."""
         search = self.search
         try:
             complete = self._exhaust(search, self._left())
@@ -121,10 +130,11 @@ class _Search:
                 complete = self._exhaust(search, max(self._left(), 1.0)) and complete
             if search.best is None:
                 self._confirm_smallest()
-            why = tuple(self._reasons(search.best)) if search.best is not None else ()
+            why = tuple(self._reasons(search.best)) if search.best is not None and reasons else ()
         except KeyboardInterrupt:
             complete, why, self.interrupted = False, (), True
-        legal = sorted((one for one in search.priced if one.is_known), key=lambda one: (one.seconds, one.text))
+        legal = [one for one in search.priced if one.is_known]
+        legal.sort(key=lambda one: (one is not search.best, not one.fits(self.memory), one.seconds, one.text))
         illegal = {one.text: one.why for one in search.priced if not one.is_known}
         return Found(
             self.cluster, self.memory, search.best, search.bound, why, tuple(legal), illegal, search.num_points,

@@ -6,19 +6,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from jscaler.clusters import Cluster
 from jscaler.errors import PlanError
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.difference import Difference, difference
+from jscaler.estimate.memory import preallocation
 from jscaler.estimate.query import cost
 from jscaler.plan_search.candidates import Candidate
 from jscaler.plan_search.draw_found import found_figure
 from jscaler.primitives import Plan
 from jscaler.report.draw_layout import save_picture
+from jscaler.text.bars import bars
 from jscaler.text.tables import FittingTable, printed
 from jscaler.text.units import readable_bytes, readable_seconds
 
 MOST_ROWS = 12
+MOST_REASONS = 3  # why plans are not legal
+# columns that go first where there is little room
+EXPENDABLE = ("at peaks", "launches", "moved", "sent", "memory over the step", "FLOPs", "by")
+ACCURACY = 0.15  # of an estimated peak
+STATE = 0.5  # of a device: state above this is what does not fit
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ class Found:
             the part by which they may be too high.
         why: a reason for each choice, and for each constraint that binds; of what a program filled, for the decisions that
             weigh most.
-        candidates: all that were looked at and are legal, the fastest first.
+        candidates: all that were looked at and are legal: the chosen one, others that fit, then those that do not, each the
+            fastest first.
         illegal: text of a plan -> why it is not legal.
         num_points: how many plans the spaces have.
         searched: seconds that the search took.
@@ -81,6 +91,8 @@ class Found:
         >>> found = jscaler.search(train_step, state, batch, target="4xH100-80GB", space=spaces, confirm=False)
         >>> found.plan.num_devices, found.cost.seconds.total < 1, found.gap < 1, found.smallest.peak < 1e8
         (4, True, True, True)
+        >>> found.headroom(found.smallest) > 70e9  # bytes to spare
+        True
         >>> all(found.fits(other) and other.seconds >= found.bound for other in found.runners_up)
         True
         >>> sum(line.seconds for line in found.diff(found.runners_up[0]).lines) > -1e-9  # it is none the faster
@@ -136,6 +148,14 @@ class Found:
         """
         return one.fits(self.memory)
 
+    def headroom(self, one: Candidate) -> float:
+        """Bytes that a candidate leaves of a device; negative where it does not fit.
+
+        Args:
+            one: the candidate, of ``candidates``.
+        """
+        return one.capacity(self.memory) - one.peak
+
     def diff(self, other: Candidate) -> Difference:
         """Which decisions of another candidate differ from those of the plan that was found, and what each costs.
 
@@ -153,21 +173,28 @@ class Found:
         return difference(self.cost, priced, (self.chosen.text, other.text))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
-        rows = [] if self.chosen is None else [self.chosen]
+        """Plain data; the first of ``candidates`` is the plan that was found, if there is one."""
         return {
             "target": self.cluster.name, "devices": self.cluster.num_devices, "memory": self.memory,
             "plan": None if self.chosen is None else self.chosen.text, "bound": self.bound,
             "gap": None if self.chosen is None else self.gap, "complete": self.complete, "searched": self.searched,
             "points": self.num_points, "looked_at": len(self.candidates) + len(self.illegal), "note": self.note,
-            "why": [one.as_json() for one in self.why],
-            "candidates": [self._row(one) for one in (*rows, *(c for c in self.candidates if c is not self.chosen))],
+            "why": [one.as_json() for one in self.why], "candidates": [self._row(one) for one in self.candidates],
         }  # fmt: skip
 
     def _row(self, one: Candidate) -> dict[str, Any]:
-        return {
+        row = {
             "plan": one.text, "seconds": one.seconds, "peak": round(one.peak), "fits": self.fits(one),
             "by": "cost" if one.cost is not None else "tables", "compiled_peak": one.compiled_peak, "why": one.why,
+            "headroom": None if self.memory is None else round(self.headroom(one)),
+        }  # fmt: skip
+        if one.cost is None:
+            return row
+        memory = one.cost.memory
+        return row | {
+            "predicted_peak": memory.peak, "at": memory.at, "parts": memory.by_kind,
+            "flops": one.cost.flops, "flops_ratio": one.flops_ratio, "sent": one.cost.sent.total,
+            "moved": one.cost.moved, "launches": one.cost.launches, "bound": one.cost.bound, "idle": one.cost.seconds.idle,
         }  # fmt: skip
 
     def draw(self, path: str | Path) -> None:
@@ -185,27 +212,47 @@ class Found:
 
 def shown_rows(found: Found, most: int = MOST_ROWS) -> Sequence[Candidate]:
     """The chosen plan, then runners-up, then the fastest that do not fit."""
-    rest = [one for one in found.candidates if not found.fits(one)]
-    first = [found.chosen] if found.chosen is not None else []
-    fitting = [*first, *found.runners_up][: most - min(3, len(rest))]
-    return sorted([*fitting, *rest[: most - len(fitting)]], key=lambda one: (one is not found.chosen, one.seconds))
+    fitting = [one for one in found.candidates if found.fits(one)]
+    rest = found.candidates[len(fitting) :]
+    fitting = fitting[: most - min(3, len(rest))]
+    return [*fitting, *rest[: most - len(fitting)]]
 
 
-def found_table(found: Found) -> FittingTable:
-    """The plan, its runners-up, and the fastest that do not fit."""
+def found_table(found: Found, most: int = MOST_ROWS) -> FittingTable:
+    """The plan, its runners-up, and the fastest that do not fit: what each needs and costs, and its memory from the step's
+    first kernel to the last where that was worked out. The highest bar is a whole device."""
     each = "" if found.memory is None else f", {readable_bytes(found.memory)} per device"
-    made = FittingTable(f"plans for {found.cluster.name}{each}", ("by",))
+    made = FittingTable(f"plans for {found.cluster.name}{each}", EXPENDABLE)
     made.add_column("plan")
-    for name in ("seconds", "peak", "to spare"):
+    for name in ("seconds", "peak", "to spare", "FLOPs", "sent", "moved", "launches", "at peaks"):
         made.add_column(name, justify="right")
-    made.add_column("by")
-    made.add_column("verdict")
-    for one in shown_rows(found):
-        spare = "" if found.memory is None else readable_bytes(found.memory - one.peak)
-        verdict_ = "chosen" if one is found.chosen else "fits" if found.fits(one) else "does not fit"
-        by = "tables" if one.cost is None else "cost" if one.compiled_peak is None else "cost, XLA"
-        made.add_row(one.text, readable_seconds(one.seconds), readable_bytes(one.peak), spare, by, verdict_)
+    for name in ("memory over the step", "by", "verdict"):
+        made.add_column(name)
+    for one in shown_rows(found, most):
+        made.add_row(*_cells(found, one))
     return made
+
+
+def _cells(found: Found, one: Candidate) -> list[Text | str]:
+    is_chosen, fits = one is found.chosen, found.fits(one)
+    spare = "" if found.memory is None else readable_bytes(found.headroom(one))
+    front = [
+        Text(one.text, style="bold" if is_chosen else ""),
+        readable_seconds(one.seconds),
+        readable_bytes(one.peak),
+        spare,
+    ]
+    style = "bold green" if is_chosen else "green" if fits else "red"
+    said = Text("chosen" if is_chosen else "fits" if fits else "does not fit", style=style)
+    if one.cost is None:
+        return [*front, *[""] * 6, "tables", said]
+    held = [moment.nbytes for moment in one.cost.held.timeline]
+    shown = "" if found.memory is None else bars(held, one.capacity(found.memory))
+    return [
+        *front, f"{one.flops_ratio:.2f}×", readable_bytes(one.cost.sent.total), readable_bytes(one.cost.moved),
+        f"{one.cost.launches:,}", readable_seconds(one.cost.bound), shown,
+        "cost" if one.compiled_peak is None else "cost, XLA", said,
+    ]  # fmt: skip
 
 
 def verdict(found: Found) -> list[str]:
@@ -214,34 +261,70 @@ def verdict(found: Found) -> list[str]:
     counts = f"{looked:,} of {found.num_points:,} plans looked at in {readable_seconds(found.searched)}"
     stopped = "" if found.complete else "; stopped before its end"
     if found.chosen is None:
-        return [*nothing_fits(found), counts + stopped]
-    lines = [
+        return [*nothing_fits(found), *not_legal(found), counts + stopped]
+    return [
         f"found: {found.chosen.text}, {readable_seconds(found.chosen.seconds)} a step, "
         f"{readable_bytes(found.chosen.peak)} of a device",
+        *how_sure(found, found.chosen),
         f"no plan of the space takes less than {readable_seconds(found.bound)}, by tables: gap {found.gap:.1%}{stopped}",
         counts,
         *map(str, found.why),
+        *([f"{found.chosen.text}: {found.chosen.why}"] if found.chosen.why else []),
+        *not_legal(found),
+        *([found.note] if found.note else []),
     ]
-    return [*lines, found.note] if found.note else lines
+
+
+def how_sure(found: Found, chosen: Candidate) -> list[str]:
+    """Whose figure the peak is, and what JAX has to be told so that it fits."""
+    if found.memory is None or chosen.cost is None:
+        return []
+    capacity = chosen.capacity(found.memory)
+    if chosen.compiled_peak is not None:
+        said = f"the peak is XLA's own; the estimate was {readable_bytes(chosen.cost.memory.peak)}"
+    else:
+        near = ": it may not fit; compile it to be sure (--confirm)" if chosen.peak > (1 - ACCURACY) * capacity else ""
+        said = f"the peak is an estimate, within {ACCURACY:.0%}{near}"
+    return [said + preallocation(chosen.peak, capacity)]
+
+
+def not_legal(found: Found) -> list[str]:
+    """Why plans are not legal, in lines."""
+    texts: dict[str, list[str]] = {}
+    for text, why in found.illegal.items():
+        texts.setdefault(why, []).append(text)
+    shown = [*texts.items()][:MOST_REASONS]
+    return [f"not legal: {own[0]}{f' and {len(own) - 1} more' if len(own) > 1 else ''}: {why}" for why, own in shown]
 
 
 def nothing_fits(found: Found) -> list[str]:
-    """How much is missing, where, and what would help."""
+    """How much is missing, where, and what would help, in lines."""
     best = found.smallest
-    if best is None and not found.illegal:
-        return ["the search was stopped before any plan was looked at: give it more seconds"]
     if best is None:
-        reasons = list(dict.fromkeys(found.illegal.values()))[:3]
-        return ["nothing is legal for this step: " + "; ".join(reasons)]
+        stopped = "the search was stopped before any plan was looked at: give it more seconds"
+        return ["nothing fits: none of the plans is legal for this step" if found.illegal else stopped]
     assert found.memory is not None
-    at, helps = "", "more devices, a smaller batch, fewer bits"
     stopped = "" if found.complete else " of what was looked at before time was over"
-    if best.cost is not None:
-        memory = best.cost.memory
-        state = memory.parameters + memory.optimizer
-        at = f"; most in {memory.at or 'the results'}, where parameters and optimizer take {readable_bytes(state)}"
-        helps = "more devices" if state > found.memory / 2 else "a smaller batch, a shorter sequence, fewer bits"
-    return [
-        f"nothing fits{stopped}: the least is {best.text} with {readable_bytes(best.peak)}, "
-        f"{readable_bytes(best.peak - found.memory)} more than a device has{at}; what would help: {helps}"
-    ]
+    least = f"nothing fits{stopped}: the least is {best.text} with {readable_bytes(best.peak)}, "
+    least += f"{readable_bytes(-found.headroom(best))} more than a device has"
+    if best.cost is None:
+        return [f"{least}; what would help: more devices, a smaller batch, fewer bits"]
+    memory, capacity, devices = best.cost.memory, best.capacity(found.memory), found.cluster.num_devices
+    lines = [f"{least}; most in {memory.at or 'the results'}"]
+    state = memory.parameters + memory.optimizer
+    if state > STATE * capacity:
+        kinds = {part.device for part in found.cluster.kinds}
+        device = found.cluster.device if len(kinds) == 1 else None
+        larger = f"{2 * devices}x{device.name}" if device else f"{2 * devices} devices"
+        lines.append(
+            f"parameters and optimizer take {readable_bytes(state)} of it: spread them over more devices, "
+            f"--target {larger} (zero1, zero3, megatron)"
+        )
+    if best.peak - state > STATE * capacity:
+        lines.append(
+            f"gradients, activations and temporaries take {readable_bytes(best.peak - state)}: a smaller --batch, a "
+            "shorter --seq, fewer bits (--dtype)"
+        )
+    if best.compiled_peak is None and best.peak <= (1 + ACCURACY) * capacity:
+        lines.append(f"the estimate is within {ACCURACY:.0%} of what XLA allocates: this may fit; jscaler compile says")
+    return lines

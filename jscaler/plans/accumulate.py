@@ -68,7 +68,11 @@ def accumulate(
     inner = plan or single()
     check_count("accumulate: microbatches", microbatches)
 
+    cut = getattr(inner, "cut", None)
+
     def policy(graph: Planner, devices: np.ndarray) -> None:
+        if cut is not None:
+            cut.stacks(graph)
         if accumulate_dtype is not None:
             graph.accumulation(dtype=accumulate_dtype)
         alone: set[str] = set()

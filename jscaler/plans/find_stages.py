@@ -40,6 +40,7 @@ def find_stages(
     order: StageOrder | None = None,
     speeds: Sequence[Speed] = (),
     cut: Callable[..., list[int]] = balanced,
+    firsts: Sequence[int | None] = (),
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
@@ -50,6 +51,7 @@ def find_stages(
         order: if groups have several stages, or are unlike, that in which these run.
         speeds: of the group of each stage, if they are unlike.
         cut: cuts rows, in place of `balanced`.
+        firsts: of each stage how many layers of a stack are a range of their own, from its first on; None for none.
 
     Raises:
         PlanError: there are too few places where the model can be cut, or it has no ends.
@@ -88,7 +90,7 @@ def find_stages(
     mixed = _cut_in_several_ways(staged)
     found: dict[str, int] = {}
     for item, sizes in staged:
-        found.update(_staged(graph, item, sizes, mixed))
+        found.update(_staged(graph, item, sizes, mixed, firsts))
     return _with_makers(graph, found, batch)
 
 
@@ -170,21 +172,30 @@ def _cut_in_several_ways(staged: Sequence[tuple[Item, Mapping[int, int]]]) -> se
     return {stack for stack, found in ways.items() if len(found) > 1}
 
 
-def _staged(graph: Planner, item: Item, sizes: Mapping[int, int], mixed: set[PTensor]) -> dict[str, int]:
+def _staged(
+    graph: Planner, item: Item, sizes: Mapping[int, int], mixed: set[PTensor], firsts: Sequence[int | None]
+) -> dict[str, int]:  # fmt: skip
     """The stage of each op of an item, so many of whose iterations lie in each; of a loop in several, of its ranges.
 
     Args:
         mixed: stacks that cannot lie in parts.
+        firsts: how many iterations of each stage are a range of their own.
     """
     paths = [op.path for op in flat([item])]
-    if len(sizes) == 1:
-        return dict.fromkeys(paths, next(iter(sizes)))
+    cut = {stage: firsts[stage] if firsts else None for stage in sizes}
+    ranges = [(stage, size) for stage, whole in sizes.items() for size in _cut(whole, cut[stage]) if size]
+    if len(ranges) == 1:
+        return dict.fromkeys(paths, ranges[0][0])
     assert isinstance(item, Nest)
-    in_order = list(sizes.items())[:: -1 if item.loop.reverse else 1]
-    apart = mixed.isdisjoint(x.stack for x in item.loop.xs)
+    in_order = ranges[:: -1 if item.loop.reverse else 1]
+    apart = len(sizes) > 1 and mixed.isdisjoint(x.stack for x in item.loop.xs)
     graph.ranges(item.loop.name, [size for _, size in in_order], apart=apart)
     bounds = itertools.pairwise(itertools.accumulate((size for _, size in in_order), initial=0))
     return {path + range_mark(own): stage for (stage, _), own in zip(in_order, bounds, strict=True) for path in paths}
+
+
+def _cut(size: int, first: int | None) -> tuple[int, int]:
+    return (size, 0) if first is None else (min(first, size), size - min(first, size))
 
 
 def _with_makers(graph: Planner, found: Mapping[str, int], batch: str) -> dict[str, int]:

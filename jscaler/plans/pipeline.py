@@ -107,6 +107,9 @@ def pipeline(
     searched = isinstance(wanted, Published) and wanted.searched
     whole = not everywhere and not passes and not searched
     order = StageOrder.of(lies[:stages] if passes else lies, table if whole else None)
+    cuts: list[Any] = [getattr(one, "cut", None) for one in inner]  # of plans that want some layers apart
+    at_end = [None] * everywhere
+    firsts = [*at_end, *(None if cuts[group] is None else cuts[group].layers for group in lies), *at_end]
     again = {cell.stage for cell in table.cells() if cell.kind in ("BI" if recompute == "with" else "R")}
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
@@ -123,7 +126,7 @@ def pipeline(
             follows = graph.stored and not graph.calls and not everywhere and not passes
             cut = CutsAsStored([frozenset(own[group].tolist()) for group in lies]) if follows else rows or balanced
             unlike = order if in_chunks or speeds else None, speeds, cut
-            found = find_stages(graph, count, at, layers, batch, stages if passes else 0, words, *unlike)
+            found = find_stages(graph, count, at, layers, batch, stages if passes else 0, words, *unlike, firsts)
         if count > 1 and not found:
             return  # it only follows state, and goes where that lies
 
@@ -148,6 +151,8 @@ def pipeline(
             _compute_again(graph, {path: where for path, where in here.items() if where in again})
             graph.schedule(wanted)
 
+        if count == 1 and cuts[0] is not None:
+            cuts[0].stacks(graph)
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
     def policy(graph: Planner, devices: np.ndarray) -> None:

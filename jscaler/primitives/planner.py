@@ -97,6 +97,7 @@ class Planner(GraphView):
         self.num_devices = num_devices
         self.cluster = cluster  # a `Cluster`, where one was said: what the devices are, and what links them
         self.price = price  # policy -> bytes beyond what devices have, and seconds; None where nobody knows
+        self.stage_of: Mapping[str, int] = {}  # path -> stage, while a policy for stages runs (`on_stages`)
         self._whole = num_devices  # devices that the running policy was given
         self._bodies = bodies if bodies is not None else BodyTable()
         self.graph = restructured(graph, stores, self._bodies)
@@ -495,9 +496,9 @@ class Planner(GraphView):
         self._grids = {path: grid for path, grid in grids.items() if path not in elsewhere}
         self._assigned -= elsewhere
         self._sharded = sharded & stage_of.keys()
-        self._whole = size
+        self._whole, self.stage_of = size, stage_of
         policy(self, np.arange(size))
-        self._whole = self.num_devices
+        self._whole, self.stage_of = self.num_devices, {}
         said = self._decisions[first:]
         open_ops = elsewhere | {
             d.op for d in said if isinstance(d, Trans | Assign) and is_left(d.op, isinstance(d, Assign))

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 import jax
 
 from jscaler.errors import OutOfMemoryError
-from jscaler.estimate.fitting import batch_size
 from jscaler.estimate.memory import estimated_memory
 from jscaler.lower.step_plan import StepPlan
-from jscaler.plans.ladder import ladder
+from jscaler.plans.batch_size import batch_size
+from jscaler.spaces import Setting
+from jscaler.spaces import memory as memory_space
 from jscaler.text.units import readable_bytes
 
 MOST_TOLD = 5  # tensors, and plans
@@ -53,13 +54,15 @@ def out_of_memory(step: StepPlan, where: str, error: Exception) -> OutOfMemoryEr
         f"{where} is out of memory: {first}. By the estimate a device of this plan ({step.name}) holds "
         f"{readable_bytes(memory.peak)} at the worst moment{f' ({memory.at})' if memory.at else ''}: {kinds}",
         *([f"largest beside the arguments: {largest}"] if largest else []),
-        f"jscaler.fit tries plans from the cheapest to the most drastic, among them {', '.join(_rungs(step))}",
+        f"jscaler.fit tries plans for the fastest that fits, among them {', '.join(_plans(step))}",
     ]
     return OutOfMemoryError("; ".join(told))
 
 
-def _rungs(step: StepPlan) -> tuple[str, ...]:
-    """Some rungs of the ladder for so many devices, from its first to its last."""
-    rungs = ladder(step.plan.num_devices, batch_size(step.graph))
-    places = [round(i * (len(rungs) - 1) / (MOST_TOLD - 1)) for i in range(MOST_TOLD)]
-    return tuple(dict.fromkeys(rungs[place] for place in places))
+def _plans(step: StepPlan) -> tuple[str, ...]:
+    """Some plans of the space that `jscaler.fit` searches on so many devices, from its first to its last."""
+    devices = step.plan.num_devices
+    at = Setting(devices, devices, batch_size(step.graph))
+    texts = [point.text.removesuffix("()") for space in memory_space() for point in space.points(at)]
+    places = [round(i * (len(texts) - 1) / (MOST_TOLD - 1)) for i in range(MOST_TOLD)]
+    return tuple(dict.fromkeys(texts[place] for place in places))

@@ -10,6 +10,7 @@ from jscaler.spaces.free import free
 from jscaler.spaces.holes import any_split, maybe
 from jscaler.spaces.interlaced import interlaced
 from jscaler.spaces.megatron import megatron
+from jscaler.spaces.memory import memory
 from jscaler.spaces.numbers import (
     Domain,
     OneOf,
@@ -20,6 +21,7 @@ from jscaler.spaces.numbers import (
     one_of,
     parts_of_batch,
     rest_of_devices,
+    some_layers,
     within_host,
 )
 from jscaler.spaces.open_space import OpenSpace
@@ -36,7 +38,7 @@ from jscaler.spaces.zero import zero
 __all__ = [
     "SPACES", "Allowed", "Domain", "OneOf", "OpenSpace", "Point", "Setting", "Space", "SpacePlanner", "StageOpening",
     "StageSpace", "Tie", "alpa", "any_split", "apart", "as_spaces", "co_shard", "dap", "divisors_of_devices",
-    "expert_parallel", "free", "in_each_stage", "in_microbatches", "in_order", "interlaced", "maybe", "megatron", "meshes",
-    "on_all", "one_of", "parts_of_batch", "per_op", "rest_of_devices", "same_as", "saving_memory", "space_of", "stages",
-    "three_f_one_b", "together", "within_host", "zero",
+    "expert_parallel", "free", "in_each_stage", "in_microbatches", "in_order", "interlaced", "maybe", "megatron", "memory",
+    "meshes", "on_all", "one_of", "parts_of_batch", "per_op", "rest_of_devices", "same_as", "saving_memory", "some_layers",
+    "space_of", "stages", "three_f_one_b", "together", "within_host", "zero",
 ]  # fmt: skip

@@ -9,8 +9,10 @@ from jscaler.spaces.co_shard import co_shard
 from jscaler.spaces.dap import dap
 from jscaler.spaces.expert_parallel import expert_parallel
 from jscaler.spaces.free import free
+from jscaler.spaces.given_plans import GivenPlans
 from jscaler.spaces.interlaced import interlaced
 from jscaler.spaces.megatron import megatron
+from jscaler.spaces.memory import memory
 from jscaler.spaces.open_space import OpenSpace
 from jscaler.spaces.per_op import per_op
 from jscaler.spaces.space import Space
@@ -19,11 +21,12 @@ from jscaler.spaces.stages import stages
 from jscaler.spaces.three_f_one_b import three_f_one_b
 from jscaler.spaces.zero import zero
 
-AnySpace = Space | OpenSpace | StageSpace
+AnySpace = Space | OpenSpace | StageSpace | GivenPlans
 CLOSED = (zero, megatron, expert_parallel, dap, co_shard, interlaced, three_f_one_b)
 SPACES: dict[str, Callable[[], Sequence[AnySpace]]] = {made.__name__: made for made in CLOSED}
 SPACES[stages.__name__] = stages
 SPACES |= {policy.__name__: lambda policy=policy: [OpenSpace(policy)] for policy in (per_op, alpa, free)}
+SPACES |= {"memory": memory}
 
 
 def as_spaces(given: Any) -> list[Sequence[AnySpace]]:
@@ -52,7 +55,7 @@ def as_spaces(given: Any) -> list[Sequence[AnySpace]]:
                 raise UnknownNameError("space", one, [*SPACES], "; a space of your own is a jscaler.spaces.Space")
             found.append(SPACES[one]())
         elif callable(one):
-            made = next((made for made in (*CLOSED, stages) if made is one), None)
+            made = next((made for made in SPACES.values() if made is one), None)
             found.append(made() if made is not None else [OpenSpace(one)])
         else:
             raise PlanError(f"a space is a jscaler.spaces.Space, or the name of a built-in one, not {shown(one)}")

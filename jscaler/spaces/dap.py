@@ -4,7 +4,7 @@
 | --- | --- |
 | parts of the axes | divisors of the devices |
 | data parallel | what that leaves |
-| memory | as it is; attention computed again; layers computed again |
+| memory | as it is; attention computed again; a quarter, half, three quarters or all of the layers computed again |
 | stages, micro-batches | divisors of the devices and of the batch |
 """
 

@@ -2,7 +2,7 @@
 
 | argument | domain |
 | --- | --- |
-| memory | as it is; attention computed again; layers computed again |
+| memory | as it is; attention computed again; a quarter, half, three quarters or all of the layers computed again |
 | micro-batches | divisors of the batch |
 """
 

@@ -6,7 +6,7 @@
 | data parallel | what that leaves |
 | sequence parallel | no; yes, where there is tensor parallelism |
 | ZeRO | 1, 2, 3 where there is data parallelism |
-| memory | as it is; attention computed again; layers computed again |
+| memory | as it is; attention computed again; a quarter, half, three quarters or all of the layers computed again |
 | stages | divisors of the devices |
 | schedule | published ones of one chunk or two |
 | micro-batches | divisors of the batch |

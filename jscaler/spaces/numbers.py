@@ -16,6 +16,7 @@ class Setting:
         devices: how many the policy gets.
         per_host: how many of a host are among them, at most.
         batch: rows of the batch.
+        layers: how many a stage has.
         numbers: the arguments of the policy that are chosen already.
         rows_of: path or pattern of the batch among the step's inputs, which policies get as ``batch``.
     """
@@ -23,6 +24,7 @@ class Setting:
     devices: int
     per_host: int
     batch: int
+    layers: int = 1
     numbers: Mapping[str, Any] = field(default_factory=dict)
     rows_of: str = BATCH
 
@@ -207,6 +209,25 @@ def parts_of_batch(most: int | None = None, least: int = 1) -> Domain:
         return [[n for n in divisors(at.batch) if least <= n and (most is None or n <= most)]]
 
     return Domain(f"parts_of_batch({text})", chains, True, limit)
+
+
+def some_layers(parts: int = 4) -> Domain:
+    """Numbers of layers for `jscaler.plans.recompute_layers`: a part of a stage's layers, two parts, …; None for all.
+
+    Args:
+        parts: how many.
+
+    Example:
+        >>> [value.value for value in some_layers().values(Setting(8, 8, 32, layers=12))]
+        [3, 6, 9, None]
+    """
+    check_count("some_layers: parts", parts)
+
+    def chains(at: Setting) -> list[list[int | None]]:
+        some = dict.fromkeys(at.layers * n // parts for n in range(1, parts))
+        return [[*(n for n in some if n), None]]
+
+    return Domain(f"some_layers({'' if parts == 4 else parts})", chains, True)
 
 
 def as_domain(given: Any) -> Domain:

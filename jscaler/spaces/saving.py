@@ -1,13 +1,13 @@
 """Ways to save memory on a device, around the spaces of other plans."""
 
-from jscaler.spaces.numbers import parts_of_batch
+from jscaler.spaces.numbers import parts_of_batch, some_layers
 from jscaler.spaces.space import Space
 
 
 def saving_memory(*spaces: Space) -> list[Space]:
-    """These spaces as they are; with attention's cores computed again; with layers computed again."""
-    again = [Space(name, plan=[*spaces]) for name in ("selective_recompute", "recompute_layers")]
-    return [*spaces, *again]
+    """These spaces as they are; with attention's cores computed again; with some layers, or all, computed again."""
+    again = Space("recompute_layers", plan=[*spaces], layers=some_layers())
+    return [*spaces, Space("selective_recompute", plan=[*spaces]), again]
 
 
 def in_microbatches(*spaces: Space) -> Space:

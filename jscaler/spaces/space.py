@@ -46,7 +46,7 @@ class Point:
 
     Attributes:
         text: of a built-in plan, as `jscaler.plans.by_name` reads it.
-        make: makes the policy.
+        make: makes the policy, or the finished plan.
         numbers: value by argument; those of a plan inside of another as ``"plan.tp"``.
         family: what has no order: points of one family differ in ``ranks`` alone.
         ranks: the place of each value in its chain.
@@ -56,7 +56,7 @@ class Point:
     """
 
     text: str
-    make: Callable[[], Policy] = field(compare=False)
+    make: Callable[[], Any] = field(compare=False)
     numbers: Mapping[str, Any] = field(compare=False)
     family: tuple[Any, ...]
     ranks: tuple[int, ...]
@@ -103,8 +103,8 @@ class Space:
 
     Args:
         policy: the name of a built-in plan; or a function of ``(graph, devices, **numbers)``, a policy with arguments.
-        where: a function of the chosen numbers (a dict; those of an inner plan as ``"plan.tp"``): whether they go
-            together.
+        where: a function of the chosen numbers (a dict; those of an inner plan as ``"plan.tp"``; and of ``"devices"``):
+            whether they go together.
         alone: with these values the policy is the ``plan`` inside of it: ``{"microbatches": 1}``.
         numbers: by argument a `Domain`, a list of values, a value; or a `Space`, or a list of spaces, for a plan inside of
             another. They are chosen in the order in which they are given.
@@ -158,7 +158,7 @@ class Space:
         """All choices of values that go together, in order."""
         for chosen in self._choices(at, [*self.numbers.items()]):
             numbers = _flat(chosen)
-            if self.where is None or self.where(numbers):
+            if self.where is None or self.where({"devices": at.devices, **numbers}):
                 yield self._point(chosen, numbers, at.rows_of)
 
     def unlimited(self) -> "Iterator[tuple[str, Space]]":
@@ -261,7 +261,7 @@ def _values(name: str, given: Any, at: Setting) -> Iterator[Value]:
         if at.devices % count:
             return
         devices = at.devices // count
-        inner = replace(inner, devices=devices, per_host=min(at.per_host, devices))
+        inner = replace(inner, devices=devices, per_host=min(at.per_host, devices), layers=at.layers // count)
     yield from map(Value, itertools.chain.from_iterable(space.points(inner) for space in spaces))
 
 

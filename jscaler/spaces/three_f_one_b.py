@@ -3,7 +3,7 @@
 | argument | domain |
 | --- | --- |
 | stages | divisors of the devices |
-| in a stage | data parallel; DAP; attention or layers computed again |
+| in a stage | data parallel; DAP; attention, some layers or all computed again |
 | micro-batches | divisors of the batch |
 """
 

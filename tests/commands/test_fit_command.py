@@ -13,10 +13,9 @@ import pytest
 from report.stand_in import on_cpu
 from typer.testing import CliRunner
 
-import jscaler.runtime.target
 from jscaler.cli import app
 from jscaler.errors import DeviceError, JscalerError, UnknownNameError
-from jscaler.report import targets
+from jscaler.plan_search import compiled
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["fit", "--model", "gpt-nano", "--batch", "16", "--dtype", "f32"]
@@ -38,7 +37,7 @@ def record(*arguments: str, code: int = 0) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def peaks() -> dict[str, int]:
     """The peaks on one large device."""
-    every = record("--target", "H100-80GB", *RUNGS, "--all", "--no-confirm")
+    every = record("--target", "H100-80GB", *RUNGS, "--no-confirm")
     assert (every["chosen"], every["fits"], every["devices"]) == (0, True, 1)
     return {row["plan"]: row["peak"] for row in every["tried"]}
 
@@ -50,21 +49,17 @@ def small(folder: Path, memory: int) -> list[str]:
     return ["--target", str(path)]
 
 
-@pytest.mark.one_day_in(2)
-def test_it_stops_at_the_first_that_fits(peaks: dict[str, int], tmp_path: Path) -> None:
+def test_it_finds_what_fits(peaks: dict[str, int], tmp_path: Path) -> None:
     assert peaks["recompute_layers"] < peaks["single"]
     drawn = tmp_path / "fit.svg"
     found = record(*small(tmp_path, peaks["recompute_layers"]), *RUNGS, "--no-confirm", "--draw", str(drawn))
-    last = found["tried"][-1]
-    assert found["tried"].index(last) == found["chosen"]
-    assert [row["fits"] for row in found["tried"]] == [False] * found["chosen"] + [True]
-    assert (found["tried"][0]["plan"], found["tried"][0]["headroom"]) == (
-        "single",
-        peaks["recompute_layers"] - peaks["single"],
-    )
-    assert last["flops_ratio"] > 1
-    assert sum(last["memory"].values()) == last["peak"] == last["predicted_peak"]
-    assert last["compiled_peak"] is None
+    first, last = found["tried"]
+    assert [(row["plan"], row["fits"]) for row in found["tried"]] == [("recompute_layers", True), ("single", False)]
+    assert (found["chosen"], found["fits"], found["capacity"]) == (0, True, peaks["recompute_layers"])
+    assert last["headroom"] == peaks["recompute_layers"] - peaks["single"]
+    assert first["flops_ratio"] > 1
+    assert sum(first["parts"].values()) == first["peak"] == first["predicted_peak"]
+    assert first["compiled_peak"] is None
     assert "gpt-nano" in drawn.read_text()
 
 
@@ -77,9 +72,8 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 def test_plans_of_ones_own_and_what_is_not_legal() -> None:
     text = run("--target", "3xH100-80GB", "--plan", "data_parallel", "--plan", "single", "--no-confirm")
-    assert "not legal (1)" in text
-    assert "(1) SplitError" in text
-    assert "fits: single, " in text
+    assert "not legal: data_parallel: SplitError" in text
+    assert "found: single, " in text
 
 
 @pytest.mark.one_day_in(2)
@@ -102,7 +96,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Asked], list[str]]:
             plans.append(step.name)
             return SimpleNamespace(memory=SimpleNamespace(peak=answer(step, cluster)))
 
-        monkeypatch.setattr(jscaler.runtime.target, "compile_for", compile_for)
+        monkeypatch.setattr(compiled, "compile_for", compile_for)
         return plans
 
     return put
@@ -113,8 +107,7 @@ def test_what_xla_refuses_does_not_fit(asked: Callable[[Asked], list[str]], ever
     plans = asked(lambda step, cluster: cluster.memory + (1 if step.name == "single" else -1))
     found = record("--target", "H100-80GB", *ROWS, "--confirm", *every)
     assert plans == ["single", "data_parallel"]
-    assert [row["fits"] for row in found["tried"]] == [False, True]
-    assert found["chosen"] == 1
+    assert [(row["plan"], row["fits"]) for row in found["tried"]] == [("data_parallel", True), ("single", False)]
 
 
 @pytest.mark.one_day_in(2)
@@ -125,12 +118,10 @@ def test_it_is_not_compiled_where_it_cannot_be(
         raise DeviceError("no code for it")
 
     plans = asked(refused)
-    monkeypatch.setattr(targets, "plugin_installed", lambda: True)
-    assert "not compiled: no code for it" in run("--target", "H100-80GB", *ROWS, "--all")
-    assert plans == ["single"]
-    with pytest.raises(DeviceError, match="no code for it"):
-        run("--target", "H100-80GB", *ROWS, "--confirm")
-    monkeypatch.setattr(targets, "plugin_installed", lambda: False)
+    monkeypatch.setattr(compiled, "plugin_installed", lambda: True)
+    for asked_for in ([], ["--confirm"]):
+        assert "not compiled: no code for it" in run("--target", "H100-80GB", *ROWS, *asked_for)
+    monkeypatch.setattr(compiled, "plugin_installed", lambda: False)
     assert "the peak is an estimate" in run("--target", "H100-80GB", *ROWS)
     assert plans == ["single"] * 2
 
@@ -158,5 +149,5 @@ def test_a_plain_shell() -> None:
     command = [sys.executable, "-m", "jscaler", *MODEL, "--target", "V100-32GB"]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "fits: single, " in done.stdout
+    assert "found: " in done.stdout
     assert "the peak is XLA's own" in done.stdout

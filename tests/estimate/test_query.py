@@ -68,7 +68,7 @@ def test_what_is_asked_of_a_step_takes_it_lowered_or_compiled_and_its_plan(graph
         assert cost.by_op == jscaler.cost(one, None, "4xH100-80GB").by_op == jscaler.cost(one, cluster="4xH100-80GB").by_op
         assert cost.as_json()["flops"] == wanted["flops"], name
         assert timeline.makespan == jscaler.simulate(graph, "data_parallel", "4xH100-80GB").makespan
-        assert fit.chosen.plan == jscaler.fit(graph, "4xH100-80GB").chosen.plan
+        assert fit.chosen.text == jscaler.fit(graph, "4xH100-80GB").chosen.text
         assert jscaler.simulate(one, seconds=[1.0]).makespan == 1.0
 
 

@@ -309,3 +309,29 @@ def test_the_batch_of_a_step_that_does_not_say_which() -> None:
     np.testing.assert_allclose(step(*given)[1], train(*given)[1], rtol=1e-5)
     with pytest.raises(UnknownNameError, match="no input named 'pictures'"):
         jscaler.search(graph, target=CLUSTER, space="zero", batch="pictures")
+
+
+def test_some_layers_run_again_where_memory_has_room_for_the_others() -> None:
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return (jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]), None), x, params)[0] ** 2).mean()
+
+        value, gradients = jscaler.value_and_grad(loss)(params)
+        return params - 0.1 * gradients, value
+
+    shapes = jax.ShapeDtypeStruct((8, 2, 2048, 2048), "float32"), jax.ShapeDtypeStruct((32768, 2048), "float32")
+    layers = jscaler.parallelize("single", devices=1)(step).graph(*shapes)
+    one = find_cluster("H100-80GB")
+    peaks = {n: jscaler.cost(layers, f"recompute_layers(layers={n})", one).memory.peak for n in (2, 4, 6, 8)}
+    assert sorted(peaks.values(), reverse=True) == [*peaks.values()]
+    space = [s.Space("single"), s.Space("recompute_layers", layers=s.some_layers())]
+    for count in (4, 6):
+        found = search_graph(layers, one, [space], memory=1.01 * peaks[count])
+        assert found.chosen is not None
+        assert found.chosen.text == f"recompute_layers(layers={count})"
+        assert found.bound <= found.chosen.seconds
+        for other in found.candidates:
+            assert other.price is not None
+            cost = jscaler.cost(layers, other.plan, one)
+            assert other.price.seconds == pytest.approx(cost.seconds.total, rel=0.03)
+            assert other.price.peak == pytest.approx(cost.memory.peak, rel=0.12)

@@ -10,8 +10,8 @@ from losing import losing
 
 import jscaler
 from jscaler import plans
-from jscaler.estimate.fitting import batch_size
 from jscaler.plans.batch import batch_leaves
+from jscaler.plans.batch_size import batch_size
 
 PARAMS = {"w": jnp.ones((4, 4)) * 0.3, "b": jnp.zeros(4)}
 X, Y = jax.random.normal(jax.random.key(0), (8, 4)), jnp.arange(8) % 4

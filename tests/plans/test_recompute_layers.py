@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -169,3 +170,81 @@ def test_temporaries_are_those_of_jax_checkpoint(layers_in_a_loop: bool) -> None
     ours = temporaries(recompute_layers())
     assert ours <= 1.02 * temporaries(None, remat=True)
     assert ours < 0.6 * temporaries(single())
+
+
+# -- the first layers alone
+
+
+@made_once
+def three() -> Any:
+    return gpt(layers=3, stacked=True)
+
+
+@made_once
+def written_out() -> Any:
+    return gpt(layers=3)
+
+
+@made_once
+def eight() -> Any:
+    return gpt(layers=8, stacked=True)
+
+
+@made_once
+def four() -> Any:
+    return gpt(layers=4, stacked=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "make", "devices"),
+    of_the_day(
+        [
+            ("recompute_layers(zero3(), layers=2)", three, 2),
+            ("accumulate(2, recompute_layers(zero1(), layers=1))", three, 2),
+            ("recompute_layers(megatron(dp=1, tp=2, sequence=True), layers=1)", written_out, 2),
+            ("pipeline(2, 2, plan=recompute_layers(zero1(), layers=1))", four, 4),
+            ("pipeline(2, 2, 'interleaved', chunks=2, plan=recompute_layers(layers=1))", eight, 2),
+        ],
+        3,
+    ),
+)
+def test_numbers_where_the_first_layers_run_again(plan: str, make: Callable[..., Any], devices: int) -> None:
+    assert_same_numbers(by_name(plan), make, devices)
+
+
+@pytest.mark.parametrize("make", [three, written_out])
+def test_so_many_layers_run_once_more_as_are_asked_for(make: Callable[..., Any]) -> None:
+    dots = [more(f"recompute_layers(layers={n})", "single()", make, 1)["dot_general"] for n in (1, 2, 3, 7)]
+    assert dots == [7, 14, 21, 21]  # of three layers
+
+
+def test_so_many_layers_of_each_stage_run_once_more() -> None:
+    step, arguments = four()
+    graph = jscaler.parallelize("single")(step).graph(*arguments)
+    inner = "single()", "recompute_layers(layers=1)", "recompute_layers()"  # of two layers in each stage
+    none, some, every = (jscaler.cost(graph, f"pipeline(2, 2, plan={plan})", "2xH100-80GB").total_flops for plan in inner)
+    assert some - none == pytest.approx((every - none) / 2)
+
+
+def test_memory_is_between_that_of_none_and_that_of_all() -> None:
+    shapes = {"up": jax.ShapeDtypeStruct((6, 16, 16), "float32"), "down": jax.ShapeDtypeStruct((6, 16, 16), "float32")}
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            def layer(x: jax.Array, kernels: Any) -> tuple[jax.Array, None]:
+                return x + jnp.tanh(jnp.tanh(x @ kernels["up"]) @ kernels["down"]), None
+
+            return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+
+        value, gradients = jscaler.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    def temporaries(plan: str) -> int:
+        lowered = jscaler.parallelize(by_name(plan), devices=1)(step).lower(
+            shapes, jax.ShapeDtypeStruct((512, 16), "float32")
+        )
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    plans = "recompute_layers()", "recompute_layers(layers=4)", "recompute_layers(layers=2)", "single"
+    found = [temporaries(plan) for plan in plans]
+    assert found == sorted({*found})

@@ -43,6 +43,19 @@ def test_inner_spaces_get_the_devices_of_a_stage() -> None:
     ]  # fmt: skip
 
 
+def test_some_layers_are_parts_of_those_of_a_stage() -> None:
+    space = s.Space("recompute_layers", layers=s.some_layers(), plan=s.Space("zero1"))
+    staged = s.Space("pipeline", stages=[2, 8], microbatches=2, plan=s.in_each_stage(space))
+    at = s.Setting(devices=8, per_host=4, batch=12, layers=12)
+    some = [f"recompute_layers(plan=zero1(){layers})" for layers in (", layers=3", ", layers=6", ", layers=9", "")]
+    assert texts(space, at=at) == some
+    assert texts(staged, at=at) == [f"pipeline({n}, 2, plan={text})" for n, text in ((2, one) for one in (
+        "recompute_layers(plan=zero1(), layers=1)", "recompute_layers(plan=zero1(), layers=3)",
+        "recompute_layers(plan=zero1(), layers=4)", "recompute_layers(plan=zero1())"))] + [
+        "pipeline(8, 2, plan=recompute_layers(plan=zero1()))"]  # fmt: skip
+    assert len({point.family for point in space.points(at)}) == 1
+
+
 def test_points_of_a_family_are_in_order() -> None:
     space = s.Space("accumulate", microbatches=s.parts_of_batch(), plan=s.Space("megatron", zero=s.in_order(1, 3)))
     points = [*space.points(s.Setting(8, 8, 4))]

@@ -1,6 +1,6 @@
 """A plan taken apart: what it says of space, of time, of stages, and of what is computed again.
 
-Plans that a ladder or a search tries differ in few of these, and what is worked out for a part serves all that share it.
+Plans that a search tries differ in few of these, and what is worked out for a part serves all that share it.
 A plan's decisions on ranges of a stack, and on equal layers, become decisions on the one thing that stands for them.
 """
 
@@ -12,6 +12,7 @@ from functools import cached_property
 from jscaler.errors import PlanError
 from jscaler.estimate.prices.folded import Folded
 from jscaler.ir import Place
+from jscaler.ir.loop import chain_of
 from jscaler.ir.name import layers_of
 from jscaler.ir.walk import grouped
 from jscaler.primitives import Assign, Decision, Plan, Trans
@@ -66,6 +67,8 @@ class Candidate:
         stages: by stage its group; none where there are no stages.
         shares: path of a forward op -> the part of it that each stage runs.
         each_time: the sharded parameters whose gradients are reduced for each micro-batch.
+        again: the part of the layers that is computed again, of those of which some are.
+        without: the plan that computes none of these again; None where that is all of them.
     """
 
     plan: Plan
@@ -77,6 +80,8 @@ class Candidate:
     stages: tuple[int, ...]
     shares: Mapping[str, Mapping[int, float]]
     each_time: frozenset[str] = frozenset()
+    again: float = 1.0
+    without: Plan | None = None
 
     @cached_property
     def microbatches(self) -> int:
@@ -127,7 +132,9 @@ class Candidate:
         space = tuple(reader.space())
         structure = tuple(d for d in space if isinstance(d, Recompute | SaveResiduals | Fuse))
         ordered = tuple(stages[stage] for stage in sorted(stages))
-        found = Candidate(plan, len(groups[0]), space, structure, cuts, groups, ordered, _shares(on, folded), often)
+        again, without = reader.some_again()
+        shares = _shares(on, folded)
+        found = Candidate(plan, len(groups[0]), space, structure, cuts, groups, ordered, shares, often, again, without)
         if ordered and found.microbatches < 2:
             raise NoPriceError(f"'{plan.name}' has {len(ordered)} stages and one micro-batch; ask jscaler.cost")
         return found
@@ -233,6 +240,27 @@ class _Reader:
                 yield decision
             elif not isinstance(decision, OF_TIME):
                 yield decision
+
+    def some_again(self) -> tuple[float, Plan | None]:
+        """Of layers of which some are computed again the part that is, and the plan without these; 1 and None elsewhere.
+
+        Raises:
+            LayersDifferError: of layers that are written out some are; or of several stacks other parts.
+        """
+        parts: dict[str, float] = {}
+        for path in (op for d in self.plan.decisions if isinstance(d, Recompute) for op in d.ops):
+            bounds, own = layers_of(path), self.folded.of(path)
+            around = chain_of(self.folded.graph.by_path[own].loop, self.folded.graph.loops) if bounds is not None else ()
+            length = self.folded.graph.loops[around[0]].length if around else 1
+            part = (1 if bounds is None else bounds[1] - bounds[0]) / length / self.folded.counts.get(own, 1)
+            parts[own] = parts.get(own, 0.0) + part
+        some = {own: part for own, part in parts.items() if part < 1 - 1e-9}
+        if not some:
+            return 1.0, None
+        if len({round(part, 9) for part in some.values()}) > 1 or any(own in self.folded.counts for own in some):
+            raise LayersDifferError(f"'{self.plan.name}' computes other parts of equal layers again")
+        rest = (d for d in self.plan.decisions if not (isinstance(d, Recompute) and self.folded.of(d.ops[0]) in some))
+        return min(some.values()), replace(self.plan, decisions=tuple(rest))
 
     def _in_graph(self, path: str) -> bool:
         """Whether an op is of the graph: no taking apart of a stack, which stages have."""

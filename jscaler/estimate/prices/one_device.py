@@ -90,6 +90,12 @@ class OpKernels:
     kernels: tuple[Kernel, ...]
     tensors: tuple[str, ...]
 
+    @property
+    def flops(self) -> float:
+        """Operations of products."""
+        every = ((kernel.times, one) for kernel in self.kernels for one in kernel.flops)
+        return math.fsum(times * one.count for times, one in every if one.unit not in NO_PRODUCTS)
+
 
 @dataclass(frozen=True)
 class OneDevice:

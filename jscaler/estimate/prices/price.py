@@ -7,6 +7,7 @@ plan ──► Candidate ──► skeleton: layouts and adapters in space ─�
 as small as its parts. What is fused across a cut, what merges behind a pass, and what a collective copies is left out.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,11 @@ class Price:
     busiest: float
     arguments: float
 
+    def mixed(self, part: float, other: "Price") -> "Price":
+        """``part`` of this price, and of another the rest."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Price(*(part * own + (1 - part) * rest for own, rest in pairs))
+
 
 @dataclass
 class Prices:
@@ -87,6 +93,11 @@ class Prices:
         program = self.tables.program()
         return math.fsum(own.count * program.products(own) for own in program.kernels.values())
 
+    @cached_property
+    def flops(self) -> float:
+        """Operations of the step's products on one device."""
+        return math.fsum(own.count * own.flops for own in self.tables.program().kernels.values())
+
     @no_full_collections()
     def of(self, plan: Plan | str) -> Price:
         """The price of a plan, or of a built-in one by its name.
@@ -101,7 +112,8 @@ class Prices:
             candidate, tables = Candidate.of(plan, self.tables.folded), self.tables
         except LayersDifferError:
             candidate, tables = Candidate.of(plan, self._unfolded.folded), self._unfolded
-        return Sums(tables, candidate).price()
+        found = Sums(tables, candidate).price()
+        return found if candidate.without is None else found.mixed(candidate.again, self.of(candidate.without))
 
 
 @dataclass

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jscaler.estimate.fit_result import stretches
 from jscaler.estimate.memory import HELD_AS, Memory
+from jscaler.plan_search.candidates import Candidate
+from jscaler.plan_search.found import Found
 from jscaler.report.draw_layout import FAINT, INK
 from jscaler.report.draw_memory import GIB, KIND_COLORS, short
+from jscaler.text.bars import stretches
 from jscaler.text.units import readable_bytes
 from jscaler.xla_model.lifetimes import Moment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from jscaler.estimate.fitting import Fit, Tried
 
 PHASES = {"forward": "#DDEEFF", "backward": "#FFE8CC", "update": "#E4F2DD"}
 MOST_BARS = 96
@@ -30,7 +30,7 @@ LOW = 0.25  # of a device: where all peaks are below, the panels are as high as 
 BEYOND = "#B00020"
 
 
-def fit_figure(found: "Fit", title: str) -> "Figure":
+def fit_figure(found: Found, title: str) -> "Figure":
     """The plans that were tried and are legal, side by side on one scale; of many those that come nearest to fitting."""
     from matplotlib.figure import Figure
 
@@ -41,9 +41,10 @@ def fit_figure(found: "Fit", title: str) -> "Figure":
     heading = f"memory of one device over a step, {found.cluster.name}\n{title}"
     figure.suptitle(heading, fontsize=10, weight="bold", color=INK, x=0.01, ha="left")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel().tolist()
-    scale, chosen = _Scale.of(max(part.memory for part in found.cluster.kinds), [one.peak for one in shown]), found.chosen
+    assert found.memory is not None
+    scale = _Scale.of(found.memory, [one.peak for one in shown])
     for axes, one in zip(panels, shown, strict=False):
-        _panel(axes, one, scale, one is chosen)
+        _panel(axes, found, one, scale)
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels() if shown else ([], [])
@@ -60,28 +61,29 @@ class _Scale:
     top: float
 
     @staticmethod
-    def of(capacity: int, peaks: Sequence[int]) -> "_Scale":
+    def of(capacity: float, peaks: Sequence[float]) -> "_Scale":
         highest = 1.2 * max(peaks, default=capacity)
         top = highest if highest < LOW * capacity else min(TALLEST * capacity, max(1.15 * capacity, highest))
         unit, size = ("GiB", GIB) if top > GIB // 10 else ("MiB", 1 << 20)
         return _Scale(unit, size, top / size)
 
 
-def _shown(found: "Fit") -> list["Tried"]:
-    legal = [one for one in found.tried if one.cost is not None]
-    chosen = found.chosen
-    near = sorted(legal, key=lambda one: (one is not chosen, one.peak))[:MOST_PANELS]
+def _shown(found: Found) -> list[Candidate]:
+    legal = [one for one in found.candidates if one.cost is not None]
+    near = sorted(legal, key=lambda one: (one is not found.chosen, one.peak))[:MOST_PANELS]
     return [one for one in legal if one in near]
 
 
-def _panel(axes: "Axes", one: "Tried", scale: _Scale, chosen: bool) -> None:
+def _panel(axes: "Axes", found: Found, one: Candidate, scale: _Scale) -> None:
     assert one.cost is not None
+    assert one.flops_ratio is not None
+    nbytes = one.capacity(found.memory)
     memory, timeline, top = one.cost.memory, one.cost.held.timeline, scale.top
     parts = stretches(len(timeline), MOST_BARS)
     moments = [max((timeline[i] for i in part), key=lambda m: m.nbytes) for part in parts]
     _bars(axes, moments, scale.size)
     _phases(axes, phases(moments, {path: op.kind for path, op in one.cost.by_op.items()}), top)
-    device, capacity = f"a device: {readable_bytes(one.capacity)}", one.capacity / scale.size
+    device, capacity = f"a device: {readable_bytes(nbytes)}", nbytes / scale.size
     if capacity < top:
         axes.axhline(capacity, color=INK, linewidth=1.2, linestyle="--")
         axes.text(0, capacity, device, fontsize=7, color=INK, va="bottom")
@@ -92,10 +94,10 @@ def _panel(axes: "Axes", one: "Tried", scale: _Scale, chosen: bool) -> None:
     axes.set_ylabel(scale.unit, fontsize=8)
     axes.tick_params(axis="y", labelsize=8, labelleft=True)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    word = "fits" if one.fits else "does not fit"
-    color = BEYOND if not one.fits else INK
-    text = f"{one.plan}\n{readable_bytes(memory.peak)}, {one.flops_ratio:.2f}× FLOPs, {word}"
-    axes.set_title(text, fontsize=8.5, loc="left", color=color, weight="bold" if chosen else "normal")
+    word = "fits" if found.fits(one) else "does not fit"
+    color = INK if found.fits(one) else BEYOND
+    text = f"{one.text}\n{readable_bytes(memory.peak)}, {one.flops_ratio:.2f}× FLOPs, {word}"
+    axes.set_title(text, fontsize=8.5, loc="left", color=color, weight="bold" if one is found.chosen else "normal")
 
 
 def _bars(axes: "Axes", moments: Sequence[Moment], size: int) -> None:
