@@ -47,12 +47,17 @@ def count_of(graph: Planner, layers: Sequence[Ops]) -> int:
 
 
 def _placed(graph: Planner, layers: Sequence[Ops]) -> Iterator[tuple[str | None, int, int, Ops]]:
-    """Each layer with its stack, if it is of one, how many layers stand in front, and how many it stands for."""
+    """Each layer with its stack, if it is of one, how many layers stand in front, and how many it stands for; of a policy
+    for some stages, theirs.
+    """
     seen: Counter[object] = Counter()
     starts: dict[str, int] = {}
     for layer in layers:
         around = chain_of(layer[0].loop, graph.loops)
-        stack, where = around[0] if around else None, (graph.stage_of.get(layer[0].path), layer[0].call)
+        stage = graph.stage_of.get(layer[0].path)
+        if graph.stage_of and stage is None:
+            continue  # of stages that have another plan
+        stack, where = around[0] if around else None, (stage, layer[0].call)
         length = graph.loops[stack].length if stack is not None else 1
         start = seen[where] if stack is None else starts.setdefault(stack, seen[where])
         seen[where] = max(seen[where], start + length)

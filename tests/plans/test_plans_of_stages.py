@@ -18,11 +18,14 @@ CASES = {  # plan -> devices
     "pipeline(2, 4, plan=[zero1('x'), recompute_layers(zero2('x'))], batch='x')": 4,
     "pipeline([2, 1], 4, plan=[recompute_layers(zero3('x')), single()], layers=[3, 1], batch='x')": 3,
     f"pipeline(2, 4, 'gpipe', plan=[data_parallel('x'), tensor_parallel({UP})], at=['0/layers[1:]'], batch='x')": 4,
+    "pipeline(2, 4, plan=[recompute_layers(zero1('x'), layers=2), recompute_layers(zero2('x'), layers=1)], "
+    "layers=[3, 1], batch='x')": 4,
+    "pipeline(2, 4, plan=[recompute_layers(zero1('x'), layers=1), zero1('x')], batch='x')": 4,
     "pipeline([2, 1], 4, 'zb_v', plan=[zero1('x'), recompute_layers(data_parallel('x'))], batch='x')": 3,
 }
 
 
-@pytest.mark.parametrize("name", of_the_day(CASES, 3, always=list(CASES)[:2]))
+@pytest.mark.parametrize("name", of_the_day(CASES, 3, always=[list(CASES)[i] for i in (0, 1, 4)]))
 def test_stages_with_other_plans_have_the_numbers_of_one_device(name: str) -> None:
     with jax.enable_x64(True):
         theirs, x = make_state(4), inputs()
