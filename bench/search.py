@@ -11,6 +11,9 @@ Rows of one table, by ``case``:
     GPT 1.3B with 8 to 1,024 layers on 8 V100, stacked and as a Python loop; ``value`` is seconds by those of 8 layers.
 ``devices``
     GPT 15B on 1,024 V100; ``value`` is seconds.
+``mist``
+    GPT and LLaMA of 7B and 22B on A100-40GB and L4. ``reference`` are the seconds of the plan that Mist's authors tuned
+    (`bench.search_mist`), by ``jscaler.cost``, whether it fits or not; ``value`` is cost / reference.
 ``brute``
     Random spaces over a small model, with stages, ways to save memory and schedules, on 2 to 4 devices: all plans by
     ``jscaler.cost``. ``value`` counts spaces whose best plan is more than `MARGIN` faster than the one that was found, or
@@ -26,6 +29,7 @@ Rows of one table, by ``case``:
 import functools
 import itertools
 import json
+import math
 import random
 import time
 import warnings
@@ -36,6 +40,7 @@ from typing import Any
 import jscaler
 from bench.harness import Row, main
 from bench.paper_models import BATCH, CLUSTERS, GPUS, SIZES, Model
+from bench.search_mist import TUNED
 from bench.search_reasons import checked
 from bench.small_step import arguments, train_step
 from jscaler import spaces as s
@@ -124,6 +129,17 @@ def devices(seconds: float) -> Iterator[Row]:
     model = Model("gpt", "15b", 2048)
     found = search_graph(model.graph, find_cluster("128x8xV100-32GB"), s.as_spaces("megatron"), seconds=seconds)
     yield {**found_row("devices", model.shown, ("megatron",), found), "value": found.searched, "bound": seconds}
+
+
+def mist(seconds: float) -> Iterator[Row]:
+    for tuned in TUNED:
+        spaces, graph = ("zero", "megatron", "stages"), tuned.model.graph
+        reference = jscaler.cost(graph, tuned.text, tuned.cluster)
+        found = search_graph(graph, tuned.cluster, s.as_spaces(list(spaces)), seconds=seconds)
+        row = found_row("mist", f"{tuned.model.shown}, {tuned.cluster.name}", spaces, found)
+        assert reference.seconds.total is not None
+        value = math.inf if found.chosen is None else found.chosen.seconds / reference.seconds.total
+        yield {**row, "reference": float(reference.seconds.total), "value": float(value), "bound": 1.0}
 
 
 def brute(count: int) -> Iterator[Row]:
@@ -230,6 +246,8 @@ def rows(quick: bool, only: str, seconds: float) -> Iterator[Row]:
         yield from layers(seconds)
     if not quick and (not only or only == "devices"):
         yield from devices(seconds)
+    if not quick and (not only or only == "mist"):
+        yield from mist(seconds)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
