@@ -21,7 +21,7 @@ from jscaler.runtime.target import find_target
 from jscaler.spaces import SPACES
 from jscaler.training.planned_job import PlannedJob
 
-SPACE_HELP = f"what to search, several times for several: {', '.join(SPACES)}; by default all but the last three"
+SPACE_HELP = f"what to search, several times for several: {', '.join(SPACES)}; by default the first seven and per_op"
 
 
 def search_(

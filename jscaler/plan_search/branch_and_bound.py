@@ -245,4 +245,6 @@ class BranchAndBound:
 
 
 def _microbatches(point: Point) -> int:
-    return point.numbers.get("microbatches", 1)
+    """In how many micro-batches a point runs, as far as its arguments say; a guess tells only what is looked at first."""
+    count = point.numbers.get("microbatches", 1)
+    return count if isinstance(count, int) and count > 0 else 1

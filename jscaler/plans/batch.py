@@ -1,13 +1,14 @@
 """Which of a step's inputs are its batch: those that the plan names, or else the data whose dim 0 is one thing."""
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import jax
 import numpy as np
 
 from jscaler.errors import PlanError, UnknownNameError
-from jscaler.ir import Graph, PTensor
+from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.walk import closure
 from jscaler.rules.reached_factors import all_reached_factors
 
 BATCH = "batch"
@@ -65,11 +66,32 @@ def _with_rows(graph: Graph, data: Sequence[PTensor]) -> list[PTensor]:
 
 
 def _is_elsewhere(graph: Graph, tensor: PTensor, data: Set[PTensor], learned: Set[PTensor]) -> bool:
-    """Whether dim 0 of ``tensor`` reaches a dim of what is learned, or a later dim of other data."""
-    for op, factors in all_reached_factors(graph, [(tensor, 0)]).items():
+    """Whether dim 0 of ``tensor`` reaches a dim of what is learned, or a later dim of other data, whose rows it meets."""
+    reached = all_reached_factors(graph, [(tensor, 0)])
+    for op, factors in reached.items():
         for other, dims in zip(op.inputs, graph.rule(op).operands, strict=True):
             places = [number for number, names in enumerate(dims) if factors.intersection(names)]
-            if places and (other in learned or (other in data and places[0])):
+            later = bool(places) and other in data and places[0] > 0
+            if places and (other in learned or (later and _meets_rows(graph, tensor, other, reached))):
+                return True
+    return False
+
+
+def _meets_rows(graph: Graph, tensor: PTensor, other: PTensor, reached: Mapping[Op, Set[str]]) -> bool:
+    """Whether an op that reads what is made of both still has dim 0 of ``other``, and hands on that of ``tensor``.
+
+    Positions meet tokens so. Labels of each row meet a mean over time, so that ``other`` has time in front.
+    """
+
+    def onward(here: PTensor) -> list[PTensor]:
+        return [*graph.flow.targets(here), *(t for op in graph.consumers.get(here, ()) for t in op.outputs)]
+
+    rows = all_reached_factors(graph, [(other, 0)])
+    mine, theirs = ({*closure([t], onward)} for t in (tensor, other))
+    for op in graph.of_kind("forward"):
+        if not mine.isdisjoint(op.inputs) and not (theirs - mine).isdisjoint(op.inputs):
+            results = {name for dims in graph.rule(op).results for names in dims for name in names}
+            if rows.get(op) and results & reached.get(op, set()):
                 return True
     return False
 

@@ -6,6 +6,7 @@ over its own output. All else follows: a backward its forward, an update its par
 """
 
 import fnmatch
+import glob
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -89,8 +90,13 @@ def find_stages(
         staged.append((item, {s: len(list(pairs)) for s, pairs in itertools.groupby(own, key=lambda pair: pair[1])}))
     mixed = _cut_in_several_ways(staged)
     found: dict[str, int] = {}
+    gone: Counter[tuple[int, int | None]] = Counter()  # layers of stacks, by stage and gradient
     for item, sizes in staged:
-        found.update(_staged(graph, item, sizes, mixed, firsts))
+        left = {stage: firsts[stage] if firsts else None for stage in sizes}
+        cuts = {stage: None if n is None else max(0, n - gone[stage, _call(item)]) for stage, n in left.items()}
+        found.update(_staged(graph, item, sizes, mixed, cuts))
+        if isinstance(item, Nest) and sum(sizes.values()) == item.loop.length:
+            gone.update({(stage, _call(item)): size for stage, size in sizes.items()})
     return _with_makers(graph, found, batch)
 
 
@@ -111,7 +117,7 @@ def row_of(graph: Planner, batch: str = "batch") -> tuple[list[Unit], set[PTenso
 
 def name_of(unit: Unit) -> str:
     """What ``at`` calls a unit with which a stage begins."""
-    path = next(unit.ops).path
+    path = glob.escape(next(unit.ops).path)
     return f"{path}[{unit.iteration}:]" if unit.of > 1 else path
 
 
@@ -173,7 +179,7 @@ def _cut_in_several_ways(staged: Sequence[tuple[Item, Mapping[int, int]]]) -> se
 
 
 def _staged(
-    graph: Planner, item: Item, sizes: Mapping[int, int], mixed: set[PTensor], firsts: Sequence[int | None]
+    graph: Planner, item: Item, sizes: Mapping[int, int], mixed: set[PTensor], firsts: Mapping[int, int | None]
 ) -> dict[str, int]:  # fmt: skip
     """The stage of each op of an item, so many of whose iterations lie in each; of a loop in several, of its ranges.
 
@@ -182,8 +188,7 @@ def _staged(
         firsts: how many iterations of each stage are a range of their own.
     """
     paths = [op.path for op in flat([item])]
-    cut = {stage: firsts[stage] if firsts else None for stage in sizes}
-    ranges = [(stage, size) for stage, whole in sizes.items() for size in _cut(whole, cut[stage]) if size]
+    ranges = [(stage, size) for stage, whole in sizes.items() for size in _cut(whole, firsts[stage]) if size]
     if len(ranges) == 1:
         return dict.fromkeys(paths, ranges[0][0])
     assert isinstance(item, Nest)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jscaler.ir import Op
 from jscaler.ir.loop import chain_of
+from jscaler.plans.layers import stacks_of
 from jscaler.primitives import Planner
 
 Ops = tuple[Op, ...]
@@ -33,7 +34,8 @@ def cut_behind(graph: Planner, layers: Sequence[Ops], count: int) -> None:
     ends = {name: (count - start, length) for name, start, length, _ in _placed(graph, layers) if name is not None}
     for name, (first, length) in ends.items():
         if 0 < first < length:
-            graph.ranges(name, [first, length - first])
+            sizes = [first, length - first]
+            graph.ranges(name, sizes[::-1] if graph.loops[name].reverse else sizes)
 
 
 def first_of(graph: Planner, layers: Sequence[Ops], count: int) -> list[Ops]:
@@ -51,9 +53,10 @@ def _placed(graph: Planner, layers: Sequence[Ops]) -> Iterator[tuple[str | None,
     for some stages, theirs.
     """
     seen: Counter[object] = Counter()
+    stacks = stacks_of(graph)
     starts: dict[str, int] = {}
     for layer in layers:
-        around = chain_of(layer[0].loop, graph.loops)
+        around = [loop for loop in chain_of(layer[0].loop, graph.loops) if loop in stacks]
         stage = graph.stage_of.get(layer[0].path)
         if graph.stage_of and stage is None:
             continue  # of stages that have another plan

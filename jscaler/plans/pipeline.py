@@ -112,6 +112,8 @@ def pipeline(
     firsts = [*at_end, *(None if cuts[group] is None else cuts[group].layers for group in lies), *at_end]
     again = {cell.stage for cell in table.cells() if cell.kind in ("BI" if recompute == "with" else "R")}
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
+    if turned is not None and not callable(plan) and plan is not None:
+        raise PlanError(f"pipeline: under '{schedule}' each stage lies on two groups, so that plan is one plan for all")
 
     def staged(graph: Planner, devices: np.ndarray, rows: TriedRows | None) -> None:
         own = groups_of(given, devices)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jscaler.errors import check_count
+from jscaler.errors import PlanError, check_count
 from jscaler.plans.argument_types import checked
 from jscaler.plans.first_layers import Cut, cut_behind, first_of
 from jscaler.plans.layers import find_layers
@@ -58,6 +58,8 @@ def recompute_layers(
     inner = plan or single()
     if layers is not None:
         check_count("recompute_layers: layers", layers)
+        if every != 1:
+            raise PlanError(f"recompute_layers: layers={layers} are single layers; leave every={every} out")
 
     def cut(graph: Planner, count: int) -> None:
         if graph.calls:

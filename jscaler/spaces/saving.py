@@ -4,9 +4,9 @@ from jscaler.spaces.numbers import parts_of_batch, some_layers
 from jscaler.spaces.space import Space
 
 
-def saving_memory(*spaces: Space) -> list[Space]:
-    """These spaces as they are; with attention's cores computed again; with some layers, or all, computed again."""
-    again = Space("recompute_layers", plan=[*spaces], layers=some_layers())
+def saving_memory(*spaces: Space, some: bool = True) -> list[Space]:
+    """These spaces as they are; with attention's cores computed again; with ``some`` layers, or all, computed again."""
+    again = Space("recompute_layers", plan=[*spaces], layers=some_layers() if some else None)
     return [*spaces, Space("selective_recompute", plan=[*spaces]), again]
 
 

@@ -16,4 +16,4 @@ from jscaler.spaces.stage_space import StageSpace
 
 def stages() -> list[StageSpace]:
     """Each stage with its own devices and its own plan."""
-    return [StageSpace(saving_memory(in_a_group()))]
+    return [StageSpace(saving_memory(in_a_group(), some=False))]

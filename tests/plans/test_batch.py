@@ -97,3 +97,18 @@ def test_images_may_have_any_name() -> None:
     for plan in (plans.spatial(), plans.spatial(grid=(2, 2)), plans.spatial(dp=2)):
         got = jscaler.parallelize(plan, devices=4)(conv)(params, pictures)
         np.testing.assert_allclose(got, conv(params, pictures), rtol=1e-5, atol=1e-5)
+
+
+def test_labels_of_rows_behind_time_leave_the_batch_open() -> None:
+    """Time comes first in the data, and labels have a row for each of the other dim."""
+
+    def train(params: Any, sounds: jax.Array, labels: jax.Array) -> Any:
+        def loss_of(p: Any) -> jax.Array:
+            return ((jnp.tanh(sounds @ p["w"]).mean(0).sum(-1) - labels) ** 2).mean()
+
+        loss, grads = jscaler.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    step = jscaler.parallelize(plans.data_parallel(), devices=2)(train)
+    with pytest.raises(jscaler.UnknownNameError, match=r"known: sounds: f32\[6,8,4\], labels: f32\[8\]"):
+        step({"w": PARAMS["w"]}, jnp.ones((6, 8, 4)), jnp.ones(8))

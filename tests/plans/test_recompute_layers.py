@@ -248,3 +248,26 @@ def test_memory_is_between_that_of_none_and_that_of_all() -> None:
     plans = "recompute_layers()", "recompute_layers(layers=4)", "recompute_layers(layers=2)", "single"
     found = [temporaries(plan) for plan in plans]
     assert found == sorted({*found})
+
+
+@pytest.mark.parametrize("plan", ["recompute_layers(layers=3)", "accumulate(2, recompute_layers(layers=3), 'x')"])
+def test_the_first_layers_of_a_loop_that_runs_backwards(plan: str) -> None:
+    def step(params: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params, reverse=True)[0] ** 2).mean()
+
+        value, gradients = value_and_grad(loss)(params)
+        return params - 0.1 * gradients, value
+
+    params, x = jax.random.normal(jax.random.key(0), (8, 4, 4)), jnp.ones((4, 4))
+    train = jscaler.parallelize(by_name(plan), devices=1)(step)
+    again = {op.path for op in train.lower(params, x).graph.ops if op.path.endswith("again")}
+    assert again
+    assert all("[5:8]" in path for path in again)
+    want = jax.jit(lambda params, x: step(params, x, jax.value_and_grad))(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), train(params, x), want)
+
+
+def test_first_layers_are_single_layers() -> None:
+    with pytest.raises(PlanError, match="layers=2 are single layers; leave every=2 out"):
+        recompute_layers(every=2, layers=2)

@@ -14,6 +14,7 @@ from jscaler.estimate.prices.candidate import Candidate
 from jscaler.estimate.prices.in_time import InTime, iterations, source_of
 from jscaler.estimate.prices.one_device import OneDevice
 from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.walk import closure
 from jscaler.tables import BlockKind
 from jscaler.tables.simulator import Turn, turn_tasks
 from jscaler.tables.tasks import times_of
@@ -318,6 +319,7 @@ def _merged(parts: Iterable[Mapping[int, float]]) -> Part:
 
 
 def _readers(graph: Graph, leaf: PTensor) -> Iterator[Op]:
-    """The forward ops that read an input, also in loops."""
-    readers = (*graph.consumers.get(leaf, ()), *graph.flow.readers(leaf))
+    """The forward ops that read an input, also in loops; behind a loop that begins with it is what the loop makes of it."""
+    reached = closure([leaf], lambda tensor: graph.flow.targets(tensor, "slice", "entry"))
+    readers = (op for t in reached for op in graph.consumers.get(t, ()))
     yield from (op for op in readers if op.kind == "forward")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jscaler.errors import PlanError
 from jscaler.plan_search.program.choices import Node, Nodes
-from jscaler.plan_search.program.linear import Linear
+from jscaler.plan_search.program.linear import Linear, TimeIsOverError
 from jscaler.spaces.allowed import options_text
 from jscaler.spaces.ties import Shared, Tie
 
@@ -42,6 +42,9 @@ def rows_of(nodes: Nodes, ties: Iterable[Tie]) -> Iterator[Row]:
         seen: set[object] = set()
         for shared in tie.dims:
             own = _by_node(nodes, shared)
+            kinds = [kind for path in shared if (kind := nodes.folded.kind(path)) in nodes.by_name]
+            if not tie.alike and len(set(kinds)) < len(kinds):
+                raise PlanError(f"{tie.text}: some of these ops are in equal layers, which split alike; name one layer's")
             key = frozenset((node.name, factors) for node, factors in own)
             if key in seen:
                 continue
@@ -64,7 +67,10 @@ def check_ties(nodes: Nodes, rows: list[Row]) -> None:
         linear.row({**terms, slack: -float(len(row.ends))}, most=most)
         linear.row({**terms, slack: float(len(row.ends))}, least=least)
         broken[slack] = row
-    found = linear.solve(SECONDS, 0.0) if rows else None
+    try:
+        found = linear.solve(SECONDS, 0.0) if rows else None
+    except TimeIsOverError:
+        return  # the whole program will tell
     if found is None or found.objective < 0.5:
         return
     row = next(row for variable, row in broken.items() if found.takes(variable))

@@ -66,6 +66,7 @@ class StageCuts:
         self.prices, self.cluster, self.batch = prices, prices.cluster, batch
         self._groups: dict[tuple[int, tuple[object, ...]], _Group] = {}
         self._segments: dict[Key, SegmentPrices] = {}
+        self.refused: dict[str, None] = {}  # plans of stages that are not legal, and why
         self._larger: dict[Key, float] = {}  # by which factor a stage held more than tables say
 
     @cached_property
@@ -125,6 +126,14 @@ class StageCuts:
         if not choices:
             raise PlanError(
                 f"no plan of a stage is legal in {counted(opening.microbatches, 'micro-batch', 'micro-batches')}"
+                f"{''.join(f'; {why}' for why in list(self.refused)[:1])}"
+            )
+        sizes, segments, given = [one.devices for one in choices], len(row.kinds), self.cluster.num_devices
+        if not any(n <= segments and n * min(sizes) <= given <= n * max(sizes) for n in opening.counts):
+            numbers = (" or ".join(map(str, dict.fromkeys(own))) for own in (opening.counts, sizes))
+            raise PlanError(
+                f"the space has {' stages of '.join(numbers)} devices; there are {given} devices, and the model can be cut "
+                f"into {segments}"
             )
         hops = {one.devices: self._hops(one.devices, opening.microbatches) for one in choices}
         most = max(2, min(len(row.kinds), self.cluster.num_devices // min(hops), max(opening.counts)))
@@ -151,9 +160,11 @@ class StageCuts:
                 policy = plans.accumulate(2, point.make())
                 plan = transform(captured, policy, devices, cost=cluster)
                 candidate = Candidate.of(plan, shared.folded)
+                if candidate.without is not None:
+                    raise PlanError("some layers run again, and tables of stages have all or none")
                 found.append((point, candidate, finest(tables, candidate)))
-            except JscalerError:
-                continue
+            except JscalerError as error:
+                self.refused.setdefault(f"'{point.text}': {error}")
         return _Group(tables, found)
 
     def _segment_prices(
