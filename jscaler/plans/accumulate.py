@@ -84,6 +84,7 @@ def accumulate(
                 graph.op_trans(op, TimeSplit(name, microbatches, MICROBATCH))
         inner(graph, devices)
 
+    policy.cut = cut
     policy.alone = Alone(per_microbatch, lambda alone: accumulate(microbatches, plan, batch, accumulate_dtype, alone))
     return policy
 

@@ -48,6 +48,8 @@ class PlanCall:
                 made = [inner(one) for one in several]
                 bound.arguments[name] = made if isinstance(value, list | tuple) else made[0]
             elif calls := [one for one in several if isinstance(one, PlanCall)]:
+                if name in INNER:
+                    raise PlanError(f"plan '{self.name}': its argument '{name}' is a plan, or a list of plans alone")
                 raise PlanError(f"plan '{self.name}': its argument '{name}' takes no plan, such as '{calls[0].name}'")
         if not factory.__module__.startswith("jscaler."):
             return factory(*bound.args, **bound.kwargs)  # of the user's own, who knows what it takes

@@ -52,4 +52,5 @@ def selective_recompute(
         for core in find_cores(graph, [on] if isinstance(on, str) else on):
             graph.recompute(core)
 
+    policy.cut = getattr(inner, "cut", None)
     return policy

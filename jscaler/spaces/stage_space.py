@@ -39,10 +39,12 @@ class StageSpace:
     schedules: Sequence[str] = ("1f1b",)
 
     def __post_init__(self) -> None:
-        inside = [self.inside] if isinstance(self.inside, Space) else [*self.inside]
+        inside = [*self.inside] if isinstance(self.inside, Sequence) else [self.inside]
         if not inside or not all(isinstance(space, Space) for space in inside):
             raise PlanError(f"StageSpace takes spaces for the devices of a stage, one or more, not {shown(self.inside)}")
         object.__setattr__(self, "inside", inside)
+        if isinstance(self.schedules, str) or not isinstance(self.schedules, Sequence):
+            raise PlanError(f"StageSpace: schedules is a list of names, such as ['1f1b'], not {shown(self.schedules)}")
         for name in self.schedules:
             schedule = find_schedule(name)
             if not isinstance(schedule, Published) or schedule.searched or schedule.everywhere or not _is_cut_for(schedule):

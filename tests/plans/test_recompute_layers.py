@@ -271,3 +271,10 @@ def test_the_first_layers_of_a_loop_that_runs_backwards(plan: str) -> None:
 def test_first_layers_are_single_layers() -> None:
     with pytest.raises(PlanError, match="layers=2 are single layers; leave every=2 out"):
         recompute_layers(every=2, layers=2)
+
+
+def test_plans_around_it_cut_the_stack_first() -> None:
+    step = planned(by_name("accumulate(2, selective_recompute(recompute_layers(layers=1)))"), stacked(), 1)
+    again = {op.path for op in step.graph.ops if op.path.endswith("again")}
+    assert any("mlp" in path and "[0:1]" in path for path in again)
+    assert not any("mlp" in path and "[1:2]" in path for path in again)
