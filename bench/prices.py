@@ -166,7 +166,7 @@ def _row(case: Case, chosen: Sequence[Priced], set_up: float, without: Sequence[
         "most": max(errors), "rho_peaks": rho_peaks,
         "peak_error": statistics.fmean(abs(one.price.peak / one.peak - 1) for one in chosen), "set_up": set_up, "new": new,
         "again": again, "cost": cost, "ratio": cost / again, "no_price": len(without), "apart_half": 1 - rho_half,
-        "apart_peaks": 1 - rho_peaks, "bounds": {"error": 0.05, "apart_half": 0.05, "apart_peaks": apart},
+        "apart_peaks": 1 - rho_peaks, "bounds": {"error": 0.05 if len(errors) > 10 else 0.06, "apart_half": 0.05, "apart_peaks": apart},
     }  # fmt: skip
 
 

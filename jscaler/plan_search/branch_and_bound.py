@@ -128,7 +128,7 @@ class BranchAndBound:
             return 0.0
 
         def distance(one: Candidate) -> int:
-            return sum(abs(a - b) for a, b in zip(one.point.ranks, point.ranks, strict=True))
+            return sum(abs(a - b) for a, b in itertools.zip_longest(one.point.ranks, point.ranks, fillvalue=0))
 
         near = min(priced, key=distance)
         assert near.price is not None

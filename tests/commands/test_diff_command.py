@@ -21,6 +21,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.one_day_in(2)
 def test_a_table_and_a_record() -> None:
     text = run("diff", "zero1", "megatron(dp=2, tp=2)", *MODEL, *TARGET, "--most", "3")
     assert "gpt-nano, float32, stacked" in text
@@ -32,6 +33,7 @@ def test_a_table_and_a_record() -> None:
     assert sum(line["seconds"] for line in record["lines"]) == pytest.approx(seconds, abs=1e-9 * record["a"]["seconds"])
 
 
+@pytest.mark.one_day_in(3)
 def test_saved_plans_bring_their_model_and_their_devices(tmp_path: Path) -> None:
     found, other = (str(tmp_path / f"{name}.json") for name in ("found", "other"))
     run("search", "--space", "zero", "--no-confirm", "--seconds", "100", *MODEL, "--target", "2xH100-80GB", "--save", found)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 import jscaler
@@ -38,6 +39,7 @@ def test_a_plan_is_found_saved_drawn_and_runs(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
 
 
+@pytest.mark.one_day_in(2)
 def test_exit_codes_say_how_a_search_ended() -> None:
     assert record("--space", "megatron", "--seconds", "1", code=STOPPED)["complete"] is False
     nothing = run("--space", "zero", "--memory", "1e-6", code=NOTHING)

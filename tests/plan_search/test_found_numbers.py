@@ -117,6 +117,7 @@ def test_numbers_are_those_of_one_device(model: str, mesh: tuple[int, ...], micr
     assert_same_numbers(found.policy, MODELS[model], devices)
 
 
+@pytest.mark.one_day_in(4)
 @pytest.mark.filterwarnings("ignore:plan .found.:jscaler.PlanWarning")
 @pytest.mark.parametrize(
     ("model", "mesh", "microbatches", "share"),

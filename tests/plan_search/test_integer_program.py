@@ -85,6 +85,7 @@ def test_equal_inputs_give_equal_plans() -> None:
 SIZES = {"batch": 32, "hidden": 512, "heads": 8, "sequence": 512, "vocabulary": 8192, "layers": 8}
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize(("stacked", "share"), [(True, None), (False, 0.6)])
 def test_a_found_plan_costs_what_is_said(stacked: bool, share: float | None) -> None:
     """A stack and a Python loop, with and without a limit: the program's seconds and bytes are those of the plan."""

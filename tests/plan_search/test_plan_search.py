@@ -51,6 +51,7 @@ def searched(graph: Any, memory: float | None = None, **how: Any) -> Found:
     return search_graph(graph, CLUSTER, [SMALL, [STAGED]], memory=memory, **how)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("part", [1.0, 0.8, 0.6, 0.4])
 def test_the_best_of_all_plans_is_found_and_the_bound_holds(graph: Any, every: Any, part: float) -> None:
     peaks = sorted(peak for _, peak in every.values())

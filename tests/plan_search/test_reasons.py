@@ -49,6 +49,7 @@ SPACES: dict[str, tuple[list[Any], float | None, set[str]]] = {  # a space, a pa
 }
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("case", SPACES)
 def test_reasons_are_what_another_search_finds(case: str) -> None:
     spaces, part, wanted = SPACES[case]

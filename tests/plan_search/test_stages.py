@@ -54,6 +54,7 @@ def every_cost() -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.one_day_in(3)
 def test_no_cut_and_no_plan_of_a_stage_is_faster() -> None:
     """Without a limit; and nearly so where half or a quarter of them do not fit, by tables that are too low by a third."""
     peaks = sorted(peak for _, peak in every_cost().values())

@@ -152,6 +152,7 @@ def undecorated(make: Callable[[], tuple[Step, Any]]) -> Any:
 CHEAP = [name for name, case in PLANS.items() if case.make in (mlp, convolutions)]
 
 
+@pytest.mark.one_day_in(4)
 @pytest.mark.parametrize("name", of_the_day(PLANS, 4, CHEAP))
 def test_numbers_and_collectives(name: str) -> None:
     case = PLANS[name]

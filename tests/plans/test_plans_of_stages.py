@@ -25,6 +25,7 @@ CASES = {  # plan -> devices
 }
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("name", of_the_day(CASES, 3, always=[list(CASES)[i] for i in (0, 1, 4)]))
 def test_stages_with_other_plans_have_the_numbers_of_one_device(name: str) -> None:
     with jax.enable_x64(True):

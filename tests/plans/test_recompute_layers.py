@@ -195,6 +195,7 @@ def four() -> Any:
     return gpt(layers=4, stacked=True)
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize(
     ("plan", "make", "devices"),
     of_the_day(
@@ -212,6 +213,7 @@ def test_numbers_where_the_first_layers_run_again(plan: str, make: Callable[...,
     assert_same_numbers(by_name(plan), make, devices)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("make", [three, written_out])
 def test_so_many_layers_run_once_more_as_are_asked_for(make: Callable[..., Any]) -> None:
     dots = [more(f"recompute_layers(layers={n})", "single()", make, 1)["dot_general"] for n in (1, 2, 3, 7)]

@@ -115,6 +115,7 @@ CASES = {  # plan -> devices
 }
 
 
+@pytest.mark.one_day_in(4)
 @pytest.mark.parametrize("name", of_the_day(CASES, 3, always=list(CASES)[:1]))
 def test_groups_of_several_sizes_have_the_numbers_of_one_device(name: str) -> None:
     with jax.enable_x64(True):

@@ -50,6 +50,7 @@ def test_one_device_is_exact(form: str) -> None:
     assert found.sending == 0.0
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_prices_are_near_costs(form: str) -> None:
     pairs = [(prices(form).of(plan), jscaler.cost(graph(form), plan, CLUSTER)) for plan in PLANS]
