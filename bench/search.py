@@ -236,7 +236,7 @@ def small_graph(rows: int) -> Any:
 
 def rows(quick: bool, only: str, seconds: float) -> Iterator[Row]:
     if not only or only in "brute":
-        yield from brute(6 if quick else BRUTE)
+        yield from brute(8 if quick else BRUTE)
     if only == "why" or (not only and not quick):
         yield from why(4 if quick else WHY)
     yield from paper(seconds, quick, only if only in SPACES else "" if not only or only == "paper" else "nothing")

@@ -282,13 +282,14 @@ class Sums:
         A gradient that is reduced whole is scattered for each part in time, and what is made of it gathered once, each of
         which is half of that.
         """
-        runs, part = self.time.runs, self._share(one)
-        if part > 1:
-            return max(runs.get(one.reader, 1), part)
+        part, is_gathered = self._share(one), one.kind == "fetched" and self._is_stored
+        is_gathered = is_gathered and not self.candidate.plan.accumulation.gather_once
+        if part > 1:  # in front of loops over what does not cut it, where it does not lie in parts
+            return max(self.time.runs.get(one.reader, 1), part) if is_gathered else part
         if one.kind == "gradient" and self._is_each_time(one.tensor):
             often = max((names[one.tensor].parts for names in self.time.summed.values() if one.tensor in names), default=1)
             return (often + 1) / 2 if one.is_whole and one.tensor in self.skeleton.sharded else often
-        if one.kind == "fetched" and self._is_stored and not self.candidate.plan.accumulation.gather_once:
+        if is_gathered:
             op = self.graph.by_path.get(one.reader)
             cuts = self.candidate.cuts.get(source_of(op).path, ()) if op is not None else ()
             return math.prod([cut.parts for cut in cuts if cut.axis == self.time.microbatch])
