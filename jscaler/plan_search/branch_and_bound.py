@@ -26,12 +26,14 @@ class Family:
     Attributes:
         open: points that are not priced yet, earlier ones first.
         priced: candidates that are priced.
+        places: the point of each here; a candidate that another search has priced may have the point of another space.
         bounds: a lower bound of the seconds of each open point, with the point.
         order: 1 if no later point was cheaper than an earlier one; else the lowest ratio of the two.
     """
 
     open: list[Point]
     priced: list[Candidate] = field(default_factory=list)
+    places: dict[Candidate, Point] = field(default_factory=dict)
     bounds: list[tuple[float, Point]] = field(default_factory=list)
     order: float = 1.0
     bounded: object = None  # what was known of the candidates when these were worked out
@@ -44,7 +46,7 @@ class Family:
     def bound(self, point: Point, floor: float) -> float:
         """A lower bound of the seconds of ``point``, from earlier points that are priced."""
         known = [one for one in self.priced if one.is_known and one.least is None]  # a point with holes was filled to fit
-        busy = (one.busiest for one in known if point.is_behind(one.point))
+        busy = (one.busiest for one in known if point.is_behind(self.places[one]))
         return max(busy, default=floor)
 
 
@@ -128,7 +130,7 @@ class BranchAndBound:
             return 0.0
 
         def distance(one: Candidate) -> int:
-            return sum(abs(a - b) for a, b in itertools.zip_longest(one.point.ranks, point.ranks, fillvalue=0))
+            return sum(abs(a - b) for a, b in zip(family.places[one].ranks, point.ranks, strict=True))
 
         near = min(priced, key=distance)
         assert near.price is not None
@@ -148,11 +150,11 @@ class BranchAndBound:
         """A family with its bounds, as far as it is known, without points that cannot fit."""
         known = [(one.cost is None, one.compiled_peak) for one in family.priced]
         if family.bounded != known:
-            out = [one.point for one in family.priced if self._rules_out(one)]
+            out = [family.places[one] for one in family.priced if self._rules_out(one)]
             family.open = [point for point in family.open if not any(one.holds_less(point) for one in out)]
             family.bounds = [(family.bound(point, self.candidates.floor), point) for point in family.open]
             given = [one for one in family.priced if one.is_known and one.least is None]
-            pairs = ((a, b) for a, b in itertools.permutations(given, 2) if b.point.is_behind(a.point))
+            pairs = ((a, b) for a, b in itertools.permutations(given, 2) if family.places[b].is_behind(family.places[a]))
             family.order = min((b.busiest / a.busiest for a, b in pairs), default=1.0)
             family.bounded = known  # last: an interrupt leaves lower bounds, which hold too
         return family
@@ -180,6 +182,7 @@ class BranchAndBound:
     def _price(self, family: Family, point: Point) -> Candidate:
         one = self.candidates.priced(point, self.memory)
         family.open.remove(point)  # behind its price: an interrupt leaves it open
+        family.places[one] = point
         family.priced.append(one)
         if one.is_known and not self.is_too_large(one) and (one.cost is not None or one.seconds < self._most):
             self._confirm(family, one)

@@ -71,15 +71,12 @@ class Point:
 
     def is_behind(self, other: "Point") -> bool:
         """Whether it computes and sends at least as much as ``other``, of one family."""
-        alike = self.family == other.family and len(self.ranks) == len(other.ranks)
-        return alike and all(a >= b for a, b in zip(self.ranks, other.ranks, strict=True))
+        return self.family == other.family and all(a >= b for a, b in zip(self.ranks, other.ranks, strict=True))
 
     def holds_less(self, other: "Point") -> bool:
         """Whether it differs from ``other``, of one family, by ranks that save memory, or not at all."""
-        if self.family != other.family or len(self.ranks) != len(other.ranks):
-            return False
         pairs = zip(self.ranks, other.ranks, self.saves, strict=True)
-        return all(a >= b if saves else a == b for a, b, saves in pairs)
+        return self.family == other.family and all(a >= b if saves else a == b for a, b, saves in pairs)
 
 
 @dataclass(frozen=True)

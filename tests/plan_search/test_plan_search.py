@@ -14,7 +14,7 @@ from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError, PlanError, PlanWarning, UnknownNameError
 from jscaler.plan_search import auto, candidates
 from jscaler.plan_search.auto import searched_plan
-from jscaler.plan_search.branch_and_bound import CLOSE
+from jscaler.plan_search.branch_and_bound import CLOSE, BranchAndBound
 from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.plan_search.engine import Progress, search_graph
 from jscaler.plan_search.found import Found
@@ -68,6 +68,19 @@ def test_the_best_of_all_plans_is_found_and_the_bound_holds(graph: Any, every: A
     assert all(one.seconds >= found.bound for one in found.runners_up)
     for one in (c for c in found.candidates if c.cost is not None):
         assert (one.seconds, one.peak) == pytest.approx(every[one.text])
+
+
+def test_a_search_orders_what_another_has_priced_by_its_space(graph: Any) -> None:
+    """One plan is the only point of a space, and the first of a family in another."""
+    known, at = Candidates(graph, CLUSTER), s.Setting(4, 4, 16)
+    spaces = [s.Space("zero1")], [s.in_microbatches(s.Space("zero1"))]
+    for space in spaces:
+        search = BranchAndBound(known, [[point for one in space for point in one.points(at)]], 1.0)
+        assert not any(one.is_known and one.fits(1.0) for one in search.steps())
+        (family,) = search.families
+        assert search.bound > 0
+    assert len({len(point.ranks) for point in family.places.values()}) == 1
+    assert any(one.point is not point for one, point in family.places.items())
 
 
 def test_reasons_say_what_another_choice_costs(graph: Any, every: Any) -> None:
