@@ -16,7 +16,7 @@ from jscaler.estimate.query import cost, price_of
 from jscaler.ir import Graph
 from jscaler.plan_search.program import Filled, NothingFitsError, UnprovedError
 from jscaler.plan_search.program.decisions import Decision
-from jscaler.plan_search.program.fill import Filling, filling_of
+from jscaler.plan_search.program.fill import LESS, Filling, filling_of
 from jscaler.plan_search.program.linear import Row
 from jscaler.plan_search.stages import CutStages, StageCuts
 from jscaler.plans.batch import BATCH
@@ -27,7 +27,6 @@ from jscaler.stages import transform
 
 FILLINGS = 3  # of holes, each within less memory
 CUTS = 6  # of stages, each with what is known by then of those that do not fit
-LESS = 0.995  # of what a plan that does not fit was to hold
 SOLVER_SECONDS = 20.0  # for the holes of a point, at most
 
 

@@ -68,11 +68,11 @@ def accumulate(
     inner = plan or single()
     check_count("accumulate: microbatches", microbatches)
 
-    cut = getattr(inner, "cut", None)
+    first_layers = getattr(inner, "first_layers", None)
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        if cut is not None:
-            cut.stacks(graph)
+        if first_layers is not None:
+            first_layers.cut_stacks(graph)
         if accumulate_dtype is not None:
             graph.accumulation(dtype=accumulate_dtype)
         alone: set[str] = set()
@@ -84,7 +84,7 @@ def accumulate(
                 graph.op_trans(op, TimeSplit(name, microbatches, MICROBATCH))
         inner(graph, devices)
 
-    policy.cut = cut
+    policy.first_layers = first_layers
     policy.alone = Alone(per_microbatch, lambda alone: accumulate(microbatches, plan, batch, accumulate_dtype, alone))
     return policy
 

@@ -304,6 +304,9 @@ def _named(units: Sequence[Unit], at: Sequence[str], stages: int) -> list[int]:
         pattern, layer = _layer_named(given)
         here = [(i, unit) for i, unit in enumerate(units) if unit.iteration == layer or not layer]
         inside = [i for i, unit in here if any(_is_in(op.path, pattern) for op in unit.ops)]
+        lengths = [unit.of for unit in units if any(_is_in(op.path, pattern) for op in unit.ops)]
+        if not inside and lengths:
+            raise PlanError(f"pipeline: no stage can begin at '{given}': '{pattern}' has {max(lengths)} layers, from 0 on")
         if not inside:
             modules = sorted({module for unit in units for op in unit.ops for module in modules_of(op.path)})
             raise UnknownNameError("module", pattern, modules, "; stages begin at modules")

@@ -17,16 +17,16 @@ Ops = tuple[Op, ...]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What a policy wants cut before ops are named, by itself or by a plan around it; its attribute ``cut``.
+class FirstLayers:
+    """The layers that a policy wants apart before ops are named, by itself or by a plan around it; its ``first_layers``.
 
     Attributes:
-        layers: how many of each stage are apart.
-        stacks: cuts the stacks of a step without stages.
+        count: how many of each stage, from its first on.
+        cut_stacks: cuts the stacks of a step without stages.
     """
 
-    layers: int
-    stacks: Callable[[Planner], None]
+    count: int
+    cut_stacks: Callable[[Planner], None]
 
 
 def cut_behind(graph: Planner, layers: Sequence[Ops], count: int) -> None:

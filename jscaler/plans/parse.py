@@ -45,7 +45,8 @@ class PlanCall:
         for name, value in bound.arguments.items():
             several: list[Any] = [*value] if isinstance(value, list | tuple) else [value]
             if name in INNER and inner is not None and all(isinstance(one, PlanCall | str) for one in several):
-                made = [inner(one) for one in several]
+                by_text = {repr(one): inner(one) for one in several}  # equal plans are one policy
+                made = [by_text[repr(one)] for one in several]
                 bound.arguments[name] = made if isinstance(value, list | tuple) else made[0]
             elif calls := [one for one in several if isinstance(one, PlanCall)]:
                 if name in INNER:

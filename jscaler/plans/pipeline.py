@@ -107,9 +107,9 @@ def pipeline(
     searched = isinstance(wanted, Published) and wanted.searched
     whole = not everywhere and not passes and not searched
     order = StageOrder.of(lies[:stages] if passes else lies, table if whole else None)
-    cuts: list[Any] = [getattr(one, "cut", None) for one in inner]  # of plans that want some layers apart
+    apart: list[Any] = [getattr(one, "first_layers", None) for one in inner]
     at_end = [None] * everywhere
-    firsts = [*at_end, *(None if cuts[group] is None else cuts[group].layers for group in lies), *at_end]
+    firsts = [*at_end, *(None if apart[group] is None else apart[group].count for group in lies), *at_end]
     again = {cell.stage for cell in table.cells() if cell.kind in ("BI" if recompute == "with" else "R")}
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
     if turned is not None and not callable(plan) and plan is not None:
@@ -153,8 +153,8 @@ def pipeline(
             _compute_again(graph, {path: where for path, where in here.items() if where in again})
             graph.schedule(wanted)
 
-        if count == 1 and cuts[0] is not None:
-            cuts[0].stacks(graph)
+        if count == 1 and apart[0] is not None:
+            apart[0].cut_stacks(graph)
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
     def policy(graph: Planner, devices: np.ndarray) -> None:

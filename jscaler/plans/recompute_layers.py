@@ -19,7 +19,7 @@ import numpy as np
 
 from jscaler.errors import PlanError, check_count
 from jscaler.plans.argument_types import checked
-from jscaler.plans.first_layers import Cut, cut_behind, first_of
+from jscaler.plans.first_layers import FirstLayers, cut_behind, first_of
 from jscaler.plans.layers import find_layers
 from jscaler.plans.regions import recompute_rest
 from jscaler.plans.single import single
@@ -78,5 +78,5 @@ def recompute_layers(
             if any(op.backward is not None for op in layer):
                 recompute_rest(graph, layer, [op for op in layer if op.path in kept])
 
-    policy.cut = None if layers is None else Cut(layers, functools.partial(cut, count=layers))
+    policy.first_layers = None if layers is None else FirstLayers(layers, functools.partial(cut, count=layers))
     return policy

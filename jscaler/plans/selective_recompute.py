@@ -52,5 +52,5 @@ def selective_recompute(
         for core in find_cores(graph, [on] if isinstance(on, str) else on):
             graph.recompute(core)
 
-    policy.cut = getattr(inner, "cut", None)
+    policy.first_layers = getattr(inner, "first_layers", None)
     return policy

@@ -49,15 +49,19 @@ def as_path(what: str, path: Any) -> Path:
 
 
 def check_file(what: str, path: Path | None) -> None:
-    """Raises OutputError where no file can be written at ``path``, whose folder is made; one that is there stays."""
+    """Raises OutputError where no file can be written at ``path``, whose folder is made; one that is there stays.
+
+    Where none is there, none is made: another process may ask the same, or begin to write, at that moment.
+    """
     if path is None:
         return
     with writing(what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        path.open("a").close()
-        if new:
-            path.unlink()
+        if path.exists():
+            path.open("a").close()
+        else:
+            with tempfile.NamedTemporaryFile(prefix=path.name, dir=path.parent):
+                pass
 
 
 def check_folder(what: str, path: Path | None) -> None:

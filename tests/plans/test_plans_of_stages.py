@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 from of_the_day import of_the_day
-from plans.test_stacked_pipeline import UP, check, inputs, make_state, plain_step, step
+from plans.test_stacked_pipeline import UP, check_plan, inputs, make_state, step
 
 import jscaler
 from jscaler import PlanError, plans
@@ -25,20 +23,9 @@ CASES = {  # plan -> devices
 }
 
 
-@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("name", of_the_day(CASES, 3, always=[list(CASES)[i] for i in (0, 1, 4)]))
 def test_stages_with_other_plans_have_the_numbers_of_one_device(name: str) -> None:
-    with jax.enable_x64(True):
-        theirs, x = make_state(4), inputs()
-        train = jscaler.parallelize(plans.by_name(name), devices=CASES[name], donate_argnames="state")(step)
-        lowered = train.lower(theirs, x)
-        jscaler.verify(lowered)
-        ours, plain = train.init(make_state, 4, x=x), jax.jit(plain_step)
-        check(ours, theirs)
-        for _ in range(3):
-            (ours, loss), (theirs, true) = train(ours, x), plain(theirs, x)
-            np.testing.assert_allclose(loss, true, rtol=1e-10)
-        check(ours, theirs)
+    check_plan(name, CASES[name])
 
 
 def planned(name: str, devices: int = 4) -> Plan:

@@ -62,6 +62,20 @@ def check(ours: Any, theirs: Any, rtol: float = 1e-9) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, rtol / 100), *jax.device_get((ours, theirs)))
 
 
+def check_plan(name: str, devices: int) -> None:
+    """That a plan is proven, and has one device's numbers through three steps."""
+    with jax.enable_x64(True):
+        theirs, x = make_state(4), inputs()
+        train = jscaler.parallelize(plans.by_name(name), devices=devices, donate_argnames="state")(step)
+        jscaler.verify(train.lower(theirs, x))
+        ours, plain = train.init(make_state, 4, x=x), jax.jit(plain_step)
+        check(ours, theirs)
+        for _ in range(3):
+            (ours, loss), (theirs, true) = train(ours, x), plain(theirs, x)
+            np.testing.assert_allclose(loss, true, rtol=1e-10)
+        check(ours, theirs)
+
+
 UP = "columns=['*/up']"
 CASES = {  # plan -> devices, layers
     "pipeline(2, 2, batch='x')": (2, 2),

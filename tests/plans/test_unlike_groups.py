@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from of_the_day import of_the_day
-from plans.test_stacked_pipeline import UP, check, inputs, make_state, plain_step, step
+from plans.test_stacked_pipeline import UP, check_plan, inputs, make_state, step
 
 import jscaler
 from jscaler import PlanError, SplitError, plans
@@ -115,19 +114,9 @@ CASES = {  # plan -> devices
 }
 
 
-@pytest.mark.one_day_in(4)
 @pytest.mark.parametrize("name", of_the_day(CASES, 3, always=list(CASES)[:1]))
 def test_groups_of_several_sizes_have_the_numbers_of_one_device(name: str) -> None:
-    with jax.enable_x64(True):
-        theirs, x = make_state(4), inputs()
-        train = jscaler.parallelize(plans.by_name(name), devices=CASES[name], donate_argnames="state")(step)
-        jscaler.verify(train.lower(theirs, x))
-        ours, plain = train.init(make_state, 4, x=x), jax.jit(plain_step)
-        check(ours, theirs)
-        for _ in range(3):
-            (ours, loss), (theirs, true) = train(ours, x), plain(theirs, x)
-            np.testing.assert_allclose(loss, true, rtol=1e-10)
-        check(ours, theirs)
+    check_plan(name, CASES[name])
 
 
 def test_a_stack_lies_in_chunks_on_its_groups() -> None:

@@ -29,7 +29,7 @@ from jscaler.plan_search.program.leaves import Leaf, Leaves, State
 from jscaler.plan_search.program.linear import Linear, Row, Solution, Terms, TimeIsOverError, UnprovedError
 from jscaler.plan_search.program.memory import Memory
 from jscaler.plan_search.program.seconds import Seconds
-from jscaler.plan_search.program.tie_rows import check_ties, rows_of
+from jscaler.plan_search.program.tie_rows import check_ties, tie_rows
 from jscaler.spaces.allowed import Allowed
 
 Ends = Mapping[Any, Sequence[int]]  # layout (or the state of a parameter) -> the choices that make it, or want it
@@ -85,7 +85,7 @@ class Program:
         Raises:
             PlanError: that leaves nothing.
         """
-        rows = [*rows_of(self.nodes, space.ties)]
+        rows = [*tie_rows(self.nodes, space.ties)]
         check_ties(self.nodes, rows)
         for row in rows:
             self._constrain(row.tie.text, *row.terms(self.takes))

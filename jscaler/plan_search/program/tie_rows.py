@@ -13,7 +13,7 @@ from jscaler.spaces.ties import Shared, Tie
 SECONDS = 10.0  # for a solver that looks whether constraints go together
 
 
-class Row(NamedTuple):
+class TieRow(NamedTuple):
     """That an axis splits two nodes along a dim of both or neither, or not both of them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Row(NamedTuple):
         return found, *((0.0, 0.0) if self.tie.alike else (0.0, 1.0))
 
 
-def rows_of(nodes: Nodes, ties: Iterable[Tie]) -> Iterator[Row]:
+def tie_rows(nodes: Nodes, ties: Iterable[Tie]) -> Iterator[TieRow]:
     """The rows of constraints; equal layers, which choose alike, have one."""
     for tie in ties:
         seen: set[object] = set()
@@ -51,16 +51,16 @@ def rows_of(nodes: Nodes, ties: Iterable[Tie]) -> Iterator[Row]:
             seen.add(key)
             pairs = itertools.pairwise(own) if tie.alike else [own]
             for axis, ends in itertools.product(range(len(nodes.shape)), pairs):
-                yield Row(tie, axis, tuple(ends))
+                yield TieRow(tie, axis, tuple(ends))
 
 
-def check_ties(nodes: Nodes, rows: list[Row]) -> None:
+def check_ties(nodes: Nodes, rows: list[TieRow]) -> None:
     """Raises PlanError, which names what would have to give way, where the constraints leave no choice."""
     linear, takes = Linear(), dict[str, list[int]]()
     for node in dict.fromkeys(node for row in rows for node, _ in row.ends):
         takes[node.name] = [linear.variable(whole=True) for _ in node.choices]
         linear.one_of(takes[node.name])
-    broken: dict[int, Row] = {}
+    broken: dict[int, TieRow] = {}
     for row in rows:
         terms, least, most = row.terms(takes)
         slack = linear.variable(1.0, whole=True)

@@ -16,7 +16,7 @@ from jscaler.stages import Captured
 
 
 @dataclass(frozen=True)
-class Row:
+class SegmentRow:
     """Segments in order.
 
     Attributes:
@@ -34,7 +34,7 @@ class Row:
     loops: int
 
     @staticmethod
-    def of(captured: Captured, folded: Folded, cluster: Cluster, batch: str) -> "Row":
+    def of(captured: Captured, folded: Folded, cluster: Cluster, batch: str) -> "SegmentRow":
         """Of a step; equal layers of its loops, and those that are folded, are one kind.
 
         Raises:
@@ -59,7 +59,7 @@ class Row:
         loops = len({id(unit.item) for unit in units if unit.of > 1})
         nbytes = [0, *(own for _, own in places)]
         whole = shares_of_segments(folded.graph, shares)
-        return Row(np.array(kinds), np.array(nbytes, float), whole, [units[start] for start in starts], loops)
+        return SegmentRow(np.array(kinds), np.array(nbytes, float), whole, [units[start] for start in starts], loops)
 
     @property
     def count(self) -> int:

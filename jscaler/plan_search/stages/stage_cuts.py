@@ -19,7 +19,7 @@ from jscaler.estimate.prices.staged import seconds_of_turns
 from jscaler.plan_search.at_hand import of_devices
 from jscaler.plan_search.program import NothingFitsError
 from jscaler.plan_search.stages.cutter import Chain, Choice, Stages
-from jscaler.plan_search.stages.row import Row
+from jscaler.plan_search.stages.row import SegmentRow
 from jscaler.plans.batch import BATCH
 from jscaler.primitives.planner import Policy
 from jscaler.spaces import Point, StageOpening
@@ -70,9 +70,9 @@ class StageCuts:
         self._larger: dict[Key, float] = {}  # by which factor a stage held more than tables say
 
     @cached_property
-    def row(self) -> Row:
+    def row(self) -> SegmentRow:
         """The model's segments."""
-        return Row.of(self.prices.captured, self.prices.tables.folded, self.cluster, self.batch)
+        return SegmentRow.of(self.prices.captured, self.prices.tables.folded, self.cluster, self.batch)
 
     def cut(self, opening: StageOpening, memory: float | None) -> CutStages:
         """The fastest pipeline that fits; where none does by tables, the fastest that may.
@@ -198,7 +198,8 @@ class StageCuts:
         cuts |= {} if self.batch == BATCH else {"batch": self.batch}
         said = "".join(f", {name}={value!r}" for name, value in cuts.items())
         schedule = "" if opening.schedule == "1f1b" else f", {opening.schedule!r}"
-        policies = own[0].make() if alike else [point.make() for point in own]
+        made_of = {point.key: point.make() for point in own}  # equal plans run once
+        policies = made_of[own[0].key] if alike else [made_of[point.key] for point in own]
         made = functools.partial(plans.pipeline, groups, opening.microbatches, opening.schedule, policies)
         return f"pipeline({groups}, {opening.microbatches}{schedule}, plan={text}{said})", made(**cuts)
 
@@ -226,7 +227,7 @@ class StageCuts:
         return Price(seconds, max(chain.peaks(stages)), busiest, 0.0, busiest, max(state))
 
 
-def _choice(prices: SegmentPrices, row: Row, devices: int) -> Choice:
+def _choice(prices: SegmentPrices, row: SegmentRow, devices: int) -> Choice:
     """What ranges of segments cost under a plan."""
 
     def total(rows: np.ndarray) -> np.ndarray:
