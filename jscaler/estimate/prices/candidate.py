@@ -5,7 +5,7 @@ A plan's decisions on ranges of a stack, and on equal layers, become decisions o
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -132,8 +132,8 @@ class Candidate:
         space = tuple(reader.space())
         structure = tuple(d for d in space if isinstance(d, Recompute | SaveResiduals | Fuse))
         ordered = tuple(stages[stage] for stage in sorted(stages))
-        again, without = reader.some_again()
         shares = _shares(on, folded)
+        again, without = reader.some_again(on, shares)
         found = Candidate(plan, len(groups[0]), space, structure, cuts, groups, ordered, shares, often, again, without)
         if ordered and found.microbatches < 2:
             raise NoPriceError(f"'{plan.name}' has {len(ordered)} stages and one micro-batch; ask jscaler.cost")
@@ -149,9 +149,6 @@ def _check_alike(plan: Plan, on: list[OnDevices], folded: Folded) -> None:
     for d in plan.decisions:
         if isinstance(d, Trans) and any(not axis.time for axis in d.axes) and folded.of(d.op) in every:
             named.setdefault(("split", folded.of(d.op)), set()).add(d.op)
-        elif isinstance(d, Recompute):
-            for op in d.ops:
-                named.setdefault(("recompute", folded.of(op)), set()).add(op)
         elif isinstance(d, Shard):
             named.setdefault(("shard", folded.of(d.leaf)), set()).add(d.leaf)
     for (kind, name), own in named.items() if on else ():
@@ -241,26 +238,32 @@ class _Reader:
             elif not isinstance(decision, OF_TIME):
                 yield decision
 
-    def some_again(self) -> tuple[float, Plan | None]:
+    def some_again(self, on: Sequence[OnDevices], shares: Mapping[str, Mapping[int, float]]) -> tuple[float, Plan | None]:
         """Of layers of which some are computed again the part that is, and the plan without these; 1 and None elsewhere.
 
         Raises:
-            LayersDifferError: of layers that are written out some are; or of several stacks other parts.
+            LayersDifferError: of layers that are written out some are; or of several stacks, or stages, other parts.
         """
-        parts: dict[str, float] = {}
+        stages_of: Mapping[str, Sequence[int | None]] = grouped((path, d.stage) for d in on for path in d.ops)
+        parts: dict[tuple[str, int | None], float] = {}
         for path in (op for d in self.plan.decisions if isinstance(d, Recompute) for op in d.ops):
             bounds, own = layers_of(path), self.folded.of(path)
             around = chain_of(self.folded.graph.by_path[own].loop, self.folded.graph.loops) if bounds is not None else ()
             length = self.folded.graph.loops[around[0]].length if around else 1
             part = (1 if bounds is None else bounds[1] - bounds[0]) / length / self.folded.counts.get(own, 1)
-            parts[own] = parts.get(own, 0.0) + part
-        some = {own: part for own, part in parts.items() if part < 1 - 1e-9}
+            for stage in stages_of.get(path, [None]):
+                of_stage = 1.0 if stage is None else shares[own][stage]
+                parts[own, stage] = parts.get((own, stage), 0.0) + part / of_stage
+        for own in {own for own, _ in parts}:
+            parts = {(own, stage): 0.0 for stage in shares.get(own, ())} | parts
+        some = {own for (own, _), part in parts.items() if part < 1 - 1e-9}
         if not some:
             return 1.0, None
-        if len({round(part, 9) for part in some.values()}) > 1 or any(own in self.folded.counts for own in some):
+        known = {round(part, 9) for (own, _), part in parts.items() if own in some}
+        if len(known) > 1 or not some.isdisjoint(self.folded.counts):
             raise LayersDifferError(f"'{self.plan.name}' computes other parts of equal layers again")
         rest = (d for d in self.plan.decisions if not (isinstance(d, Recompute) and self.folded.of(d.ops[0]) in some))
-        return min(some.values()), replace(self.plan, decisions=tuple(rest))
+        return known.pop(), replace(self.plan, decisions=tuple(rest))
 
     def _in_graph(self, path: str) -> bool:
         """Whether an op is of the graph: no taking apart of a stack, which stages have."""

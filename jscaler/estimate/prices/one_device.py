@@ -143,6 +143,12 @@ class OneDevice:
         """The last moment of each buffer."""
         return np.array([one.last for one in self.buffers], int)
 
+    @cached_property
+    def is_stack(self) -> np.ndarray:
+        """Of each buffer whether a loop stacks it up; to a sum over parts in time its slices are added, one by one."""
+        stacks = {y.stack.name for loop in self.graph.loops.values() for y in loop.ys}
+        return np.array([one.tensor in stacks and not one.in_loop for one in self.buffers], bool)
+
     def count(self, path: str) -> int:
         """For how many ops one stands."""
         op = self.graph.by_path.get(path)

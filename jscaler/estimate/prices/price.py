@@ -229,7 +229,8 @@ class Sums:
             staged = self.staged(turns)
             seconds = staged.seconds([*computing, *sending])
             peak = staged.peak(self.bytes_of(), self.begins >= 0, self.arguments)
-            compute, send, both = (staged.busiest(taken) for taken in (computing, sending, [*computing, *sending]))
+            compute, send = staged.busiest(computing, True), staged.busiest(sending, False)
+            both = staged.busiest([*computing, *sending], True)
             return Price(seconds, peak, compute, send, both, staged.most(self.arguments))
         compute, send = (math.fsum(one.seconds for one in taken) for taken in (computing, sending))
         arguments = sum(self.arguments.values())
@@ -339,7 +340,7 @@ class Sums:
             np.add.at(change, first, own)
             np.add.at(change, last + 1, -own)
 
-        hold(program.first, program.last, sizes)
+        hold(program.first, np.where(sums & program.is_stack, program.first - 1, program.last), sizes)
         hold(begins[sums], np.full(sums.sum(), program.update - 1), added[sums])
         for one in self.skeleton.moved:
             begin, end = program.moments.get(one.reader, (0, -1))

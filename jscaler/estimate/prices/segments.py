@@ -72,7 +72,7 @@ def segment_prices(tables: Tables, candidate: Candidate, shares: Shares, kinds: 
     apart = replace(candidate, groups=tuple((kind,) for kind in range(kinds)), stages=tuple(range(kinds)), shares=shares)
     sums = Sums(tables, apart)
     staged = sums.staged(())
-    blocks, once = staged.blocks([*sums.computing(), *sums.sending()])
+    blocks, once = staged.blocks([*sums.computing(), *sums.sending()], True)
     held = [staged.held(kind, sums.bytes_of(), sums.begins >= 0) for kind in range(kinds)]
     state = np.zeros(kinds)
     for name, nbytes in sums.arguments.items():

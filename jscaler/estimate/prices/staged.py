@@ -97,24 +97,32 @@ class Staged:
         self.of_op, self.of_leaf, self.weights = places.of_op, places.of_leaf, places.weights
         self.kept_by_all = {number for number, *_ in program.equal_layers}
         self._hops: dict[tuple[int, int], float] = {}
-        kinds = {cell.kind for turn in turns for cell in turn.entry.cells}
-        self.kind = {op.path: _kind(op, "R" in kinds) for op in self.graph.ops}
+        self.kinds = {cell.kind for turn in turns for cell in turn.entry.cells}
+        self.kind = {op.path: _kind(op, "R" in self.kinds) for op in self.graph.ops}
 
     def seconds(self, taken: Iterable[Taken]) -> float:
         """Of a step: its blocks in the order of the table, and what each group does once."""
-        blocks, once = self.blocks(taken)
+        blocks, once = self.blocks(taken, True)
         return seconds_of_turns(self.turns, blocks, once, self._hop, self.cluster.interference)
 
-    def busiest(self, taken: Iterable[Taken]) -> float:
+    def busiest(self, taken: Iterable[Taken], computing: bool) -> float:
         """Seconds of the group that has most to do."""
-        blocks, once = self.blocks(taken)
+        blocks, once = self.blocks(taken, computing)
         for turn in self.turns:
             once[turn.row] += sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.entry.cells)
         return max(once)
 
-    def blocks(self, taken: Iterable[Taken]) -> tuple[dict[str, Part], list[float]]:
-        """Seconds of a block by kind and stage; and of each group what it does once."""
+    def blocks(self, taken: Iterable[Taken], computing: bool) -> tuple[dict[str, Part], list[float]]:
+        """Seconds of a block by kind and stage; and of each group what it does once.
+
+        Args:
+            computing: whether ``taken`` is all that ops compute, or more.
+        """
         blocks: dict[str, Part] = {kind: {} for kind in ("F", "B", "I", "W", "R")}
+        if computing and "W" in self.kinds:  # what lies between the halves of a backward is written and read
+            moved = (self.program.device.kernel_seconds((), self._halfway(stage)) for stage in range(self.count))
+            blocks["I"] = dict(enumerate(moved))
+            blocks["W"] = dict(blocks["I"])
         once = [0.0] * len(self.candidate.groups)
         for one in taken:
             kind, weights = self.kind.get(one.path, "B"), self.weights.get(one.path, 0.0)
@@ -131,16 +139,32 @@ class Staged:
         return blocks, once
 
     def _hop(self, first: int, second: int) -> float:
-        """Seconds of what goes from a group to another, for one micro-batch."""
+        """Seconds of what goes from a group to another, for one micro-batch.
+
+        Of what several devices of a group have each sends a part, and those of the other gather these, where that pays.
+        """
         if (first, second) not in self._hops:
-            pairs = np.array(list(zip(*(self.candidate.groups[n] for n in (first, second)), strict=True)))
-            self._hops[first, second] = self.cluster.messages(pairs, self._crossing, self.candidate.plan.num_devices)
+            groups, number = self.candidate.groups, self.candidate.plan.num_devices
+            pairs = np.array(list(zip(*(groups[n] for n in (first, second)), strict=True)))
+            whole, local = self._crossing
+            part = whole / len(groups[second])
+            found = self.cluster.messages(pairs, local, number)
+            if part < local:
+                count = round(local / part)
+                gather = self.cluster.collective("all_gather", np.array(groups[second]).reshape(-1, count))
+                found = min(found, self.cluster.messages(pairs, part, number) + gather.at(local - part))
+            self._hops[first, second] = found
         return self._hops[first, second]
 
     @cached_property
-    def _crossing(self) -> float:
-        """Bytes of the largest of what goes from a stage to the next, for one micro-batch."""
-        sent: dict[tuple[int, int], float] = {}
+    def _crossing(self) -> tuple[float, float]:
+        """Bytes of the largest of what goes from a stage to the next, for one micro-batch: whole, and those of a device."""
+        sent: dict[tuple[int, int], np.ndarray] = {}
+
+        def nbytes(tensor: PTensor) -> np.ndarray:
+            size = math.prod(tensor.shape) * tensor.itemsize
+            return np.array([size / self.time.shares[tensor.name], size * self.local.get(tensor.name, 1.0)])
+
         for op in self.graph.of_kind("forward"):
             here = self.of_op.get(op.path, {})
             for tensor in op.inputs:
@@ -148,14 +172,13 @@ class Staged:
                 there = self.of_op.get(maker.path, {}) if maker is not None else {}
                 if there and self.time.shares.get(tensor.name, 1) > 1 and there != here:
                     ends = min(there), min(here, default=0)
-                    size = math.prod(tensor.shape) * tensor.itemsize * self.local.get(tensor.name, 1.0)
-                    sent[ends] = sent.get(ends, 0.0) + size
+                    sent[ends] = sent.get(ends, 0.0) + nbytes(tensor)
         for loop in self.graph.loops.values():
             carries = [c.inside for c in loop.carries if self.time.shares.get(c.inside.name, 1) > 1 and not c.is_sum]
             if loop.forward is None:
-                sizes = (math.prod(t.shape) * t.itemsize * self.local.get(t.name, 1.0) for t in carries)
-                sent[loop.length, 0] = sum(sizes)
-        return max(sent.values(), default=0.0)
+                sent[loop.length, 0] = sum(map(nbytes, carries), np.zeros(2))
+        whole, local = max(sent.values(), key=lambda own: own[1], default=np.zeros(2))
+        return float(whole), float(local)
 
     def peak(self, sizes: np.ndarray, sums: np.ndarray, arguments: Mapping[str, int]) -> float:
         """Bytes on a device of the group that holds most.
@@ -198,18 +221,25 @@ class Staged:
         program = self.program
         own = sizes * np.array([self._part_of(n, stage) for n in range(len(sizes))])
         saved = self._crosses & ~sums
-        rest = ~saved & (own > 0)
-        change = np.zeros(len(program.ops) + 1)
-        np.add.at(change, program.first[rest], own[rest])
-        np.add.at(change, program.last[rest] + 1, -own[rest])
-        held, moments = program.scratch + np.cumsum(change)[:-1], np.arange(len(program.ops))
+        rest, moments = ~saved & (own > 0), np.arange(len(program.ops))
+
+        def timeline(last: np.ndarray) -> np.ndarray:
+            change = np.zeros(len(program.ops) + 1)
+            np.add.at(change, program.first[rest], own[rest])
+            np.add.at(change, last[rest] + 1, -own[rest])
+            return program.scratch + np.cumsum(change)[:-1]
+
         forward = np.array([path in self._forward for path in program.ops], bool)
         update = moments >= program.update
-        front, back, late = (held[at].max(initial=0.0) for at in (forward & ~update, ~forward & ~update, update))
+        added = np.where(sums & program.is_stack, program.first - 1, program.last)
+        held = timeline(added)
+        front, back = (held[at].max(initial=0.0) for at in (forward & ~update, ~forward & ~update))
+        late = timeline(program.last)[update].max(initial=0.0)
         return Held(own[saved].sum(), self._halfway(stage), own[sums].sum(), front, back, late)
 
     def _halfway(self, stage: int) -> float:
-        """Bytes of the cotangents of which products make gradients of weights; other ops read the same."""
+        """Bytes that products read which make gradients of weights: cotangents, which other ops read, too, and what is
+        computed again."""
         found: dict[str, float] = {}
         for op in self.graph.of_kind("backward"):
             part = self.of_op.get(op.path, {}).get(stage, 0.0)
@@ -217,7 +247,9 @@ class Staged:
             is_product = own is not None and any(one.sizes for kernel in own.kernels for one in kernel.flops)
             if part and is_product and self.weights.get(op.path):
                 often = part * self.program.count(op.path) * iterations(op, self.graph)
-                read = (t for _, t in op.cotangents)
+                makers = ((t, self.graph.producer.get(t)) for t in op.inputs)
+                read = [t for t, maker in makers if maker is not None and maker.again is not None]
+                read += [t for _, t in op.cotangents]
                 found.update({t.name: often * math.prod(t.shape) * t.itemsize * self.local.get(t.name, 1.0) for t in read})
         return sum(found.values())
 
