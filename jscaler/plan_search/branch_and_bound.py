@@ -1,8 +1,8 @@
 """Branch and bound over the points of spaces, priced by tables: which points to price next, and a bound of all others.
 
 Points of one family differ only in ordered arguments: more micro-batches, or a later schedule. A later point never computes
-or sends less than an earlier one. So the busiest device of an earlier point bounds the seconds of all later points. A point
-that does not fit rules out all points that hold more.
+or sends less than an earlier one. So the busiest device of an earlier point bounds the seconds of all later points. On top
+comes what the stages of a later point wait for. A point that does not fit rules out all points that hold more.
 """
 
 import itertools
@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.spaces import Point
+from jscaler.tables import BlockKind
 
-SURELY = 1.6  # tables put a peak at most so many times too high (bench.prices: 1.45)
+SURELY = 1.3  # tables put a peak at most so many times too high (bench.prices)
+LIKELY = 1.1  # a plan with this peak, by tables, may fit well enough that its cost is asked at once
 ABOVE = 0.03  # tables put seconds at most by this part too high (bench.search --only brute)
 CLOSE = 0.002  # a gain below this part is not searched for
 PATIENCE = 8  # candidates whose cost is asked in vain, one after another, the fastest by tables first
@@ -46,8 +48,7 @@ class Family:
     def bound(self, point: Point, floor: float) -> float:
         """A lower bound of the seconds of ``point``, from earlier points that are priced."""
         known = [one for one in self.priced if one.is_known and one.least is None]  # a point with holes was filled to fit
-        busy = (one.busiest for one in known if point.is_behind(self.places[one]))
-        return max(busy, default=floor)
+        return max((_least(one, point) for one in known if point.is_behind(self.places[one])), default=floor)
 
 
 class BranchAndBound:
@@ -134,8 +135,8 @@ class BranchAndBound:
 
         near = min(priced, key=distance)
         assert near.price is not None
-        kept = near.price.arguments
-        return kept + (near.peak - kept) * _microbatches(near.point) / _microbatches(point)
+        fixed = near.price.fixed
+        return fixed + (near.peak - fixed) * _under_way(point) / _under_way(family.places[near])
 
     def _promising(self, family: Family) -> list[tuple[float, Point]]:
         """The open points that may fit and be faster than the best, with their bounds."""
@@ -189,9 +190,10 @@ class BranchAndBound:
         return one
 
     def _confirm(self, family: Family, one: Candidate) -> None:
-        """Ask ``jscaler.cost``, unless costs of its family show that it is too large."""
+        """Ask ``jscaler.cost``, unless it is likely too large, also by costs of its family."""
         ratios = [c.cost.memory.peak / c.price.peak for c in family.priced if c.cost is not None and c.price is not None]
-        if self.memory is not None and one.cost is None and ratios and min(ratios) * one.peak > 1.1 * self.memory:
+        least = min(ratios, default=1.0)
+        if self.memory is not None and one.cost is None and least * one.peak > LIKELY * self.memory:
             return
         self.keep(self.candidates.confirmed(one))
 
@@ -245,6 +247,20 @@ class BranchAndBound:
         for other in self.priced:
             if other.cost is not None:
                 self.keep(other)
+
+
+def _least(earlier: Candidate, point: Point) -> float:
+    """The least seconds of ``point``, by those of an earlier one of its family."""
+    price, waits = earlier.price, point.least_waits
+    if price is None or waits is None:
+        return earlier.busiest
+    of_kind: dict[BlockKind, float] = {"F": price.forward, "B": price.backward, "I": price.cotangent}
+    return max(price.busiest, price.least_busy + waits.seconds(of_kind))
+
+
+def _under_way(point: Point) -> float:
+    """The part of a step's forwards that wait for their backwards at a time."""
+    return 1 / _microbatches(point) if point.least_waits is None else point.least_waits.under_way
 
 
 def _microbatches(point: Point) -> int:

@@ -11,6 +11,7 @@ The numbers are those of the whole batch. A stage has its parameters, their upda
 of the micro-batches that are under way. Stages are cut where few tensors cross and work is balanced.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from jscaler.plans.tried_rows import TriedRows, fastest_rows
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
 from jscaler.tables import Published, Table, find_schedule, schedule_named
+from jscaler.tables.least_waits import LeastWaits
 from jscaler.tables.recomputing import MARKS, recomputing
 from jscaler.tables.table import cells_of
 from jscaler.text.units import counted
@@ -172,6 +174,26 @@ def pipeline(
         accumulate(microbatches, policy.without_stages, batch, accumulate_dtype, per_microbatch),
     )
     return policy
+
+
+def least_waits(
+    stages: int, microbatches: int, schedule: str = "1f1b", chunks: int | None = None, **others: Any
+) -> LeastWaits | None:
+    """What `pipeline` with these arguments waits for at least; None where its stages are no chain, or nobody knows yet.
+
+    Raises:
+        PlanError: there is no such table.
+    """
+    known = isinstance(schedule, str) and others.get("recompute") not in ("early", "late")
+    return _least_waits(stages, microbatches, schedule, chunks) if known else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _least_waits(stages: int, microbatches: int, schedule: str, chunks: int | None) -> LeastWaits | None:
+    wanted = schedule_named(schedule)
+    if wanted is None or wanted.searched or wanted.everywhere or wanted.passes:
+        return None
+    return LeastWaits.of(wanted.table(stages, microbatches, chunks))
 
 
 def _for_each(plan: Callable[..., Any] | Sequence[Callable[..., Any]], groups: int) -> list[Callable[..., Any]]:

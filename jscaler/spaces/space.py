@@ -5,12 +5,14 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from jscaler import plans
 from jscaler.errors import PlanError, UnknownNameError, check_count, shown
 from jscaler.plans.batch import BATCH
 from jscaler.spaces.numbers import Domain, Setting, Value, as_domain
+from jscaler.tables.least_waits import LeastWaits
 
 Policy = Callable[..., Any]
 
@@ -53,6 +55,7 @@ class Point:
         saves: of each, whether a higher rank holds less memory.
         opening: of a policy with holes, or of stages that are not cut, what is to be filled; else None.
         policies: policies of one's own that it is made of, which the text has by their names alone.
+        waits: of a plan whose stages are a chain, a function that says what it waits for at least.
     """
 
     text: str
@@ -63,6 +66,15 @@ class Point:
     saves: tuple[bool, ...] = field(compare=False)
     opening: Opening | StageOpening | None = field(default=None, compare=False)
     policies: tuple[Any, ...] = ()
+    waits: Callable[[], LeastWaits | None] | None = field(default=None, compare=False)
+
+    @cached_property
+    def least_waits(self) -> LeastWaits | None:
+        """What its stages wait for at least; None where that is not known, or there is no such plan."""
+        try:
+            return None if self.waits is None else self.waits()
+        except PlanError:
+            return None
 
     @property
     def key(self) -> object:
@@ -207,7 +219,9 @@ class Space:
         inside = [policy for value in given.values() if isinstance(value, Point) for policy in value.policies]
         own = (*([] if self._factory is not None else [self.policy]), *inside)
         make = functools.partial(self._make, given)
-        return Point(self._call(given), make, numbers, tuple(family), tuple(ranks), tuple(saves), None, own)
+        known = plans.WAITS.get(self.name) if self._factory is not None else None
+        waits = None if known is None else functools.partial(known, **given)
+        return Point(self._call(given), make, numbers, tuple(family), tuple(ranks), tuple(saves), None, own, waits)
 
     def _call(self, given: Mapping[str, Any]) -> str:
         """The call as a person writes it: what must be given by position, and nothing that is so by default."""

@@ -46,7 +46,10 @@ class Price:
         peak: bytes on the device that holds most.
         computing, sending: seconds of the devices that have most to do; hops from group to group are no part of them.
         busiest: seconds of both, of the devices that have most of both: no order of blocks takes less.
-        arguments: bytes of parameters, optimizer state and batch on the device that holds most of them.
+        fixed: bytes of parameters, optimizer state, batch and sums of gradients on the device that holds most of them.
+        least_busy: seconds of both, of the devices that have least of both.
+        forward, backward, cotangent: of stages seconds of all forwards, of all backwards, and of the part of these that
+            comes before gradients of weights, as if all stages took as long as the fastest.
     """
 
     seconds: float
@@ -54,7 +57,11 @@ class Price:
     computing: float
     sending: float
     busiest: float
-    arguments: float
+    fixed: float
+    least_busy: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    cotangent: float = 0.0
 
     def mixed(self, part: float, other: "Price") -> "Price":
         """``part`` of this price, and of another the rest."""
@@ -228,14 +235,17 @@ class Sums:
         if turns:
             staged = self.staged(turns)
             seconds = staged.seconds([*computing, *sending])
-            peak = staged.peak(self.bytes_of(), self.begins >= 0, self.arguments)
-            compute, send = staged.busiest(computing, True), staged.busiest(sending, False)
-            both = staged.busiest([*computing, *sending], True)
-            return Price(seconds, peak, compute, send, both, staged.most(self.arguments))
+            peak, fixed = staged.peak(self.bytes_of(), self.begins >= 0, self.arguments)
+            compute, send = max(staged.busy(computing, True)), max(staged.busy(sending, False))
+            busy = staged.busy([*computing, *sending], True)
+            blocks = staged.least_blocks([*computing, *sending])
+            return Price(seconds, peak, compute, send, max(busy), fixed, min(busy), *blocks)
         compute, send = (math.fsum(one.seconds for one in taken) for taken in (computing, sending))
         arguments = sum(self.arguments.values())
-        peak = self._timeline().max(initial=0.0) + arguments
-        return Price(compute + send, float(peak), compute, send, compute + send, arguments)
+        sizes = self.bytes_of()
+        peak = self._timeline(sizes).max(initial=0.0) + arguments
+        fixed = arguments + float(self._added(sizes)[self.begins >= 0].sum())
+        return Price(compute + send, float(peak), compute, send, compute + send, fixed)
 
     def staged(self, turns: tuple[Turn, ...]) -> Staged:
         """The sums stage by stage."""
@@ -329,10 +339,9 @@ class Sums:
         whole = [(one.wide, sharded.get(one.tensor) if self._is_each_time(one.tensor) else None) for one in every]
         return np.array([own if part is None else wide * part for own, (wide, part) in zip(sizes, whole, strict=True)])
 
-    def _timeline(self) -> np.ndarray:
+    def _timeline(self, sizes: np.ndarray) -> np.ndarray:
         """Bytes at each moment, beside arguments."""
-        program = self.program
-        sizes, begins = self.bytes_of(), self.begins
+        program, begins = self.program, self.begins
         sums, added = begins >= 0, self._added(sizes)
         change = np.zeros(len(program.ops) + 1)
 

@@ -105,12 +105,19 @@ class Staged:
         blocks, once = self.blocks(taken, True)
         return seconds_of_turns(self.turns, blocks, once, self._hop, self.cluster.interference)
 
-    def busiest(self, taken: Iterable[Taken], computing: bool) -> float:
-        """Seconds of the group that has most to do."""
+    def busy(self, taken: Iterable[Taken], computing: bool) -> list[float]:
+        """Seconds that each group has to do."""
         blocks, once = self.blocks(taken, computing)
         for turn in self.turns:
             once[turn.row] += sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.entry.cells)
-        return max(once)
+        return once
+
+    def least_blocks(self, taken: Iterable[Taken]) -> tuple[float, float, float]:
+        """Seconds of all F, all B and all I of a step, as if all stages took as long as the fastest."""
+        blocks, _ = self.blocks(taken, True)
+        often = self.count * self.candidate.microbatches
+        forward, backward, cotangent = (often * min(blocks[kind].values(), default=0.0) for kind in "FBI")
+        return forward, backward, cotangent
 
     def blocks(self, taken: Iterable[Taken], computing: bool) -> tuple[dict[str, Part], list[float]]:
         """Seconds of a block by kind and stage; and of each group what it does once.
@@ -180,8 +187,8 @@ class Staged:
         whole, local = max(sent.values(), key=lambda own: own[1], default=np.zeros(2))
         return float(whole), float(local)
 
-    def peak(self, sizes: np.ndarray, sums: np.ndarray, arguments: Mapping[str, int]) -> float:
-        """Bytes on a device of the group that holds most.
+    def peak(self, sizes: np.ndarray, sums: np.ndarray, arguments: Mapping[str, int]) -> tuple[float, float]:
+        """Bytes on a device of the group that holds most; and of arguments and sums of gradients, the most of a group.
 
         Args:
             sizes: of each buffer, for one micro-batch.
@@ -202,11 +209,7 @@ class Staged:
                 beside = own.forward if cell.kind == "F" else own.backward
                 worst[turn.row] = max(worst[turn.row], fixed[turn.row] + live[turn.row] + beside)
                 live[turn.row] -= {"B": own.saved, "W": own.saved + own.halfway}.get(cell.kind, 0.0)
-        return float(worst.max())
-
-    def most(self, arguments: Mapping[str, int]) -> float:
-        """Bytes of arguments on a device of the group that holds most of them."""
-        return float(self._fixed(arguments).max())
+        return float(worst.max()), float(fixed.max())
 
     def _fixed(self, arguments: Mapping[str, int]) -> np.ndarray:
         """Bytes of arguments on a device of each group."""

@@ -73,5 +73,14 @@ def _other(planner: Any, devices: Any) -> None:
 @pytest.mark.parametrize("other", ["recompute_layers(data_parallel())", "zero1()", "single()"])
 def test_stages_with_other_plans_are_not_taken_for_all(other: str) -> None:
     """A decision on some ranges of a stack is none on all of them."""
-    with pytest.raises(LayersDifferError, match="in some of them"):
+    with pytest.raises(LayersDifferError, match=r"in some of them|other parts of equal layers"):
         candidate(f"pipeline(2, 4, plan=[data_parallel(), {other}])", stacked=True)
+
+
+def test_some_layers_of_each_stage_are_a_part_of_all() -> None:
+    found = candidate("pipeline(2, 4, 'interleaved', plan=recompute_layers(layers=1))", stacked=True)
+    assert found.again == pytest.approx(0.5)
+    assert found.without is not None
+    assert not Candidate.of(found.without, short(True)).structure
+    with pytest.raises(LayersDifferError, match="other parts of equal layers"):
+        candidate("pipeline(2, 4, plan=recompute_layers(layers=1), layers=[2, 6])", stacked=True)

@@ -26,6 +26,7 @@ PLANS = (
     "selective_recompute(data_parallel())", "pipeline(2, 8, plan=data_parallel())",
     "megatron(dp=1, tp=2, pp=4, microbatches=8)",
     "pipeline(4, 8, schedule='zb_h1', plan=recompute_layers(data_parallel()))",
+    "pipeline(2, 8, plan=recompute_layers(data_parallel(), layers=2))",
 )  # fmt: skip
 
 
@@ -56,9 +57,9 @@ def test_prices_are_near_costs(form: str) -> None:
     pairs = [(prices(form).of(plan), jscaler.cost(graph(form), plan, CLUSTER)) for plan in PLANS]
     seconds = [found.seconds / (cost.seconds.total or math.nan) for found, cost in pairs]
     peaks = [found.peak / cost.memory.peak for found, cost in pairs]
-    assert all(0.85 < ratio < 1.15 for ratio in seconds), dict(zip(PLANS, seconds, strict=True))
+    assert all(0.9 < ratio < 1.1 for ratio in seconds), dict(zip(PLANS, seconds, strict=True))
     assert sum(abs(ratio - 1) for ratio in seconds) / len(seconds) < 0.05
-    assert all(0.7 < ratio < 1.3 for ratio in peaks), dict(zip(PLANS, peaks, strict=True))
+    assert all(0.9 < ratio < 1.3 for ratio in peaks), dict(zip(PLANS, peaks, strict=True))
     for (found, cost), (other, dearer) in itertools.pairwise(pairs):
         apart = (cost.seconds.total or 0.0) / (dearer.seconds.total or math.nan)
         if not 0.85 < apart < 1.18:
