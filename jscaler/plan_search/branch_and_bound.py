@@ -30,14 +30,14 @@ class Family:
         priced: candidates that are priced.
         places: the point of each here; a candidate that another search has priced may have the point of another space.
         bounds: a lower bound of the seconds of each open point, with the point.
-        order: 1 if no later point was cheaper than an earlier one; else the lowest ratio of the two.
+        order: 1 if no later point was cheaper than an earlier one; else the lowest ratio of the two; None if no two tell.
     """
 
     open: list[Point]
     priced: list[Candidate] = field(default_factory=list)
     places: dict[Candidate, Point] = field(default_factory=dict)
     bounds: list[tuple[float, Point]] = field(default_factory=list)
-    order: float = 1.0
+    order: float | None = None
     bounded: object = None  # what was known of the candidates when these were worked out
 
     @property
@@ -46,7 +46,10 @@ class Family:
         return not any(one.is_known for one in self.priced) and len({one.why for one in self.priced}) == 1
 
     def bound(self, point: Point, floor: float) -> float:
-        """A lower bound of the seconds of ``point``, from earlier points that are priced."""
+        """A lower bound of the seconds of ``point``, from earlier points that are priced; inf where its schedule has no
+        table for its numbers."""
+        if point.chain is not None and not point.chain.has_table:
+            return math.inf
         known = [one for one in self.priced if one.is_known and one.least is None]  # a point with holes was filled to fit
         return max((_least(one, point) for one in known if point.is_behind(self.places[one])), default=floor)
 
@@ -156,7 +159,8 @@ class BranchAndBound:
             family.bounds = [(family.bound(point, self.candidates.floor), point) for point in family.open]
             given = [one for one in family.priced if one.is_known and one.least is None]
             pairs = ((a, b) for a, b in itertools.permutations(given, 2) if family.places[b].is_behind(family.places[a]))
-            family.order = min((b.busiest / a.busiest for a, b in pairs), default=1.0)
+            ratios = [b.busiest / a.busiest for a, b in pairs]
+            family.order = min(1.0, *ratios) if ratios else None
             family.bounded = known  # last: an interrupt leaves lower bounds, which hold too
         return family
 
@@ -236,8 +240,10 @@ class BranchAndBound:
         filled = [one.least for one in self.priced if one.least is not None]
         least = min([least, *(max(seconds, floor) * surely for seconds in filled)])
         families = [self._bounded(family) for family in self.families]
-        below = surely * min([1.0, *(family.order for family in families)])
-        least = min([least, *(bound * below for family in families for bound, _ in family.bounds)])
+        lowest = min([1.0, *(family.order for family in families if family.order is not None)])
+        for family in families:
+            order = lowest if family.order is None else family.order
+            least = min([least, *(bound * surely * order for bound, _ in family.bounds)])
         return max(least, floor * surely) if least < math.inf else floor
 
     def too_large(self, one: Candidate, peak: int) -> None:
@@ -251,16 +257,17 @@ class BranchAndBound:
 
 def _least(earlier: Candidate, point: Point) -> float:
     """The least seconds of ``point``, by those of an earlier one of its family."""
-    price, waits = earlier.price, point.least_waits
-    if price is None or waits is None:
+    price, chain = earlier.price, point.chain
+    if price is None or chain is None:
         return earlier.busiest
     of_kind: dict[BlockKind, float] = {"F": price.forward, "B": price.backward, "I": price.cotangent}
-    return max(price.busiest, price.least_busy + waits.seconds(of_kind))
+    return max(price.busiest, price.least_busy + chain.least_waits.seconds(of_kind))
 
 
 def _under_way(point: Point) -> float:
     """The part of a step's forwards that wait for their backwards at a time."""
-    return 1 / _microbatches(point) if point.least_waits is None else point.least_waits.under_way
+    chain = point.chain
+    return 1 / _microbatches(point) if chain is None or not chain.has_table else chain.least_waits.under_way
 
 
 def _microbatches(point: Point) -> int:

@@ -8,7 +8,7 @@ from jscaler.plans.batch import BATCH, batch_leaves
 
 
 def batch_size(graph: Graph, batch: str = BATCH) -> int:
-    """How many sequences a step takes: the size of dim 0 of its batch; 1 where nothing says what that is.
+    """How many sequences a step takes: the size of dim 0 of its batch; 0 where nothing says what that is.
 
     Raises:
         UnknownNameError: no input is called as ``batch`` says.
@@ -18,4 +18,4 @@ def batch_size(graph: Graph, batch: str = BATCH) -> int:
     except UnknownNameError:
         if batch != BATCH:
             raise
-        return 1
+        return 0

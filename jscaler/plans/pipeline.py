@@ -11,7 +11,6 @@ The numbers are those of the whole batch. A stage has its parameters, their upda
 of the micro-batches that are under way. Stages are cut where few tensors cross and work is balanced.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -36,7 +35,7 @@ from jscaler.plans.tried_rows import TriedRows, fastest_rows
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
 from jscaler.tables import Published, Table, find_schedule, schedule_named
-from jscaler.tables.least_waits import LeastWaits
+from jscaler.tables.chain import Chain
 from jscaler.tables.recomputing import MARKS, recomputing
 from jscaler.tables.table import cells_of
 from jscaler.text.units import counted
@@ -176,24 +175,14 @@ def pipeline(
     return policy
 
 
-def least_waits(
+def chain_of(
     stages: int, microbatches: int, schedule: str = "1f1b", chunks: int | None = None, **others: Any
-) -> LeastWaits | None:
-    """What `pipeline` with these arguments waits for at least; None where its stages are no chain, or nobody knows yet.
-
-    Raises:
-        PlanError: there is no such table.
-    """
-    known = isinstance(schedule, str) and others.get("recompute") not in ("early", "late")
-    return _least_waits(stages, microbatches, schedule, chunks) if known else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _least_waits(stages: int, microbatches: int, schedule: str, chunks: int | None) -> LeastWaits | None:
-    wanted = schedule_named(schedule)
-    if wanted is None or wanted.searched or wanted.everywhere or wanted.passes:
+) -> Chain | None:
+    """The chain of stages of `pipeline` with these arguments; None where they are none, or their order is not known yet."""
+    known = schedule_named(schedule) if isinstance(schedule, str) else None
+    if known is None or known.searched or known.everywhere or known.passes or others.get("recompute") in ("early", "late"):
         return None
-    return LeastWaits.of(wanted.table(stages, microbatches, chunks))
+    return Chain(known.name, stages, microbatches, known.chunks_of(chunks))
 
 
 def _for_each(plan: Callable[..., Any] | Sequence[Callable[..., Any]], groups: int) -> list[Callable[..., Any]]:

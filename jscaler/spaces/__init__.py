@@ -22,6 +22,7 @@ from jscaler.spaces.numbers import (
     parts_of_batch,
     rest_of_devices,
     some_layers,
+    whole_rows,
     within_host,
 )
 from jscaler.spaces.open_space import OpenSpace
@@ -38,7 +39,7 @@ from jscaler.spaces.zero import zero
 __all__ = [
     "SPACES", "Allowed", "Domain", "OneOf", "OpenSpace", "Point", "Setting", "Space", "SpacePlanner", "StageOpening",
     "StageSpace", "Tie", "alpa", "any_split", "apart", "as_spaces", "co_shard", "dap", "divisors_of_devices",
-    "expert_parallel", "free", "in_each_stage", "in_microbatches", "in_order", "interlaced", "maybe", "megatron", "memory",
-    "meshes", "on_all", "one_of", "parts_of_batch", "per_op", "rest_of_devices", "same_as", "saving_memory", "some_layers",
-    "space_of", "stages", "three_f_one_b", "together", "within_host", "zero",
+    "expert_parallel", "free", "in_each_stage", "in_microbatches", "in_order", "interlaced", "maybe", "megatron",
+    "memory", "meshes", "on_all", "one_of", "parts_of_batch", "per_op", "rest_of_devices", "same_as", "saving_memory",
+    "some_layers", "space_of", "stages", "three_f_one_b", "together", "whole_rows", "within_host", "zero",
 ]  # fmt: skip

@@ -8,14 +8,14 @@
 | stages, micro-batches | divisors of the devices and of the batch |
 """
 
-from jscaler.spaces.numbers import divisors_of_devices, parts_of_batch, rest_of_devices
+from jscaler.spaces.numbers import divisors_of_devices, parts_of_batch, rest_of_devices, whole_rows
 from jscaler.spaces.saving import in_microbatches, saving_memory
 from jscaler.spaces.space import Space, in_each_stage
 
 
 def in_a_group() -> Space:
     """What the devices of one group do."""
-    return Space("dap", dap=divisors_of_devices(least=2), dp=rest_of_devices("dap"))
+    return Space("dap", where=whole_rows("dp"), dap=divisors_of_devices(least=2), dp=rest_of_devices("dap"))
 
 
 def dap() -> list[Space]:

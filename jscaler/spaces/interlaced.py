@@ -8,15 +8,16 @@
 | micro-batches | divisors of the batch |
 """
 
-from jscaler.spaces.numbers import divisors_of_devices, one_of, parts_of_batch, rest_of_devices, within_host
+from jscaler.spaces.numbers import divisors_of_devices, one_of, parts_of_batch, rest_of_devices, whole_rows, within_host
 from jscaler.spaces.space import Space, in_each_stage
 
 
 def interlaced() -> list[Space]:
     """The vocabulary on all devices; stages between."""
+    rows = whole_rows("dp")
     inside = [
         Space("megatron", tp=within_host(least), dp=rest_of_devices("tp"), sequence=least > 1, zero=1, where=where)
-        for least, where in ((1, lambda numbers: numbers["tp"] == 1), (2, None))
+        for least, where in ((1, lambda numbers: numbers["tp"] == 1 and rows(numbers)), (2, rows))
     ]
     return [
         Space(

@@ -26,7 +26,8 @@ def in_a_group(least: int = 1) -> Space:
     """What the devices of one group do; ``least`` of them share a layer."""
 
     def together(numbers: Mapping[str, Any]) -> bool:
-        return (numbers["tp"] > 1 or not numbers["sequence"]) and (numbers["dp"] > 1 or numbers["zero"] == 1)
+        goes = (numbers["tp"] > 1 or not numbers["sequence"]) and (numbers["dp"] > 1 or numbers["zero"] == 1)
+        return goes and numbers["rows"] % numbers["dp"] == 0
 
     return Space(
         "megatron", where=together,

@@ -9,7 +9,7 @@
 """
 
 from jscaler.spaces.megatron import in_a_group
-from jscaler.spaces.numbers import divisors_of_devices, in_order, parts_of_batch, rest_of_devices, within_host
+from jscaler.spaces.numbers import divisors_of_devices, in_order, parts_of_batch, rest_of_devices, whole_rows, within_host
 from jscaler.spaces.saving import in_microbatches, saving_memory
 from jscaler.spaces.space import Space, in_each_stage
 
@@ -19,9 +19,10 @@ COPIED = ("data_parallel", "zero1", "zero2", "zero3")
 def memory() -> list[Space]:
     """Plans of one device, of all as one group, and of stages."""
     alone = Space("single", where=lambda numbers: numbers["devices"] == 1)
-    copied = [Space(name, where=lambda numbers: numbers["devices"] > 1) for name in COPIED]
+    rows = whole_rows("devices")
+    copied = [Space(name, where=lambda numbers: numbers["devices"] > 1 and rows(numbers)) for name in COPIED]
     spread = [alone, *copied, in_a_group(least=2)]
-    stage = Space("megatron", tp=within_host(), dp=rest_of_devices("tp"), zero=1)
+    stage = Space("megatron", where=whole_rows("dp"), tp=within_host(), dp=rest_of_devices("tp"), zero=1)
     return [
         in_microbatches(*saving_memory(*spread), Space("co_shard", parts=in_order(4, 8, 16, 32), plan=spread)),
         Space(

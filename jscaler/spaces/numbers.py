@@ -1,6 +1,6 @@
 """Domains of a policy's arguments: which values a search may give to a number."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ class Setting:
     Attributes:
         devices: how many the policy gets.
         per_host: how many of a host are among them, at most.
-        batch: rows of the batch.
+        batch: rows of the batch, or of a micro-batch where their number is chosen; 0 where nothing says what the batch is.
         layers: how many a stage has.
         numbers: the arguments of the policy that are chosen already.
         rows_of: path or pattern of the batch among the step's inputs, which policies get as ``batch``.
@@ -36,12 +36,14 @@ class Value(NamedTuple):
         chain: the text of its chain, whose values stand from the fastest to the slowest; those of several have no order.
         rank: its place in the chain.
         saves: whether what stands behind it in the chain holds less memory.
+        parts: into how many micro-batches it cuts the batch.
     """
 
     value: Any
     chain: str = ""
     rank: int = 0
     saves: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,20 @@ class Domain:
         text: how it was written.
         chains: a function of the `Setting` that gives the chains.
         limit: the same without its ``most``, where it has one: what could be gained by more.
+        cuts_batch: whether its values are numbers of micro-batches.
     """
 
     text: str
     chains: Any
     saves: bool = False
     limit: "Domain | None" = None
+    cuts_batch: bool = False
 
     def values(self, at: Setting) -> list[Value]:
         """All of them, in order."""
         chains = self.chains(at)
-        return [Value(value, repr(chain), rank, self.saves) for chain in chains for rank, value in enumerate(chain)]
+        values = ((chain, *ranked) for chain in chains for ranked in enumerate(chain))
+        return [Value(v, repr(chain), rank, self.saves, v if self.cuts_batch else 1) for chain, rank, v in values]
 
     def __str__(self) -> str:
         return self.text
@@ -206,9 +211,22 @@ def parts_of_batch(most: int | None = None, least: int = 1) -> Domain:
     limit = parts_of_batch(None, least) if most is not None else None
 
     def chains(at: Setting) -> list[list[int]]:
-        return [[n for n in divisors(at.batch) if least <= n and (most is None or n <= most)]]
+        return [[n for n in divisors(max(1, at.batch)) if least <= n and (most is None or n <= most)]]
 
-    return Domain(f"parts_of_batch({text})", chains, True, limit)
+    return Domain(f"parts_of_batch({text})", chains, True, limit, cuts_batch=True)
+
+
+def whole_rows(name: str) -> Callable[[Mapping[str, Any]], bool]:
+    """For ``where`` of a space: whether the rows of a micro-batch divide among ``name`` devices.
+
+    Args:
+        name: of an argument, or ``"devices"``.
+
+    Example:
+        >>> [whole_rows("dp")({"rows": rows, "dp": 4}) for rows in (2, 8)]
+        [False, True]
+    """
+    return lambda numbers: numbers["rows"] % numbers[name] == 0
 
 
 def some_layers(parts: int = 4) -> Domain:

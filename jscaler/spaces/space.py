@@ -5,14 +5,13 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from jscaler import plans
 from jscaler.errors import PlanError, UnknownNameError, check_count, shown
 from jscaler.plans.batch import BATCH
 from jscaler.spaces.numbers import Domain, Setting, Value, as_domain
-from jscaler.tables.least_waits import LeastWaits
+from jscaler.tables.chain import Chain
 
 Policy = Callable[..., Any]
 
@@ -55,7 +54,7 @@ class Point:
         saves: of each, whether a higher rank holds less memory.
         opening: of a policy with holes, or of stages that are not cut, what is to be filled; else None.
         policies: policies of one's own that it is made of, which the text has by their names alone.
-        waits: of a plan whose stages are a chain, a function that says what it waits for at least.
+        chain: of a plan in stages that follow each other, what is known of their order.
     """
 
     text: str
@@ -66,15 +65,7 @@ class Point:
     saves: tuple[bool, ...] = field(compare=False)
     opening: Opening | StageOpening | None = field(default=None, compare=False)
     policies: tuple[Any, ...] = ()
-    waits: Callable[[], LeastWaits | None] | None = field(default=None, compare=False)
-
-    @cached_property
-    def least_waits(self) -> LeastWaits | None:
-        """What its stages wait for at least; None where that is not known, or there is no such plan."""
-        try:
-            return None if self.waits is None else self.waits()
-        except PlanError:
-            return None
+    chain: Chain | None = field(default=None, compare=False)
 
     @property
     def key(self) -> object:
@@ -115,8 +106,8 @@ class Space:
 
     Args:
         policy: the name of a built-in plan; or a function of ``(graph, devices, **numbers)``, a policy with arguments.
-        where: a function of the chosen numbers (a dict; those of an inner plan as ``"plan.tp"``; and of ``"devices"``):
-            whether they go together.
+        where: a function of the chosen numbers (a dict; those of an inner plan as ``"plan.tp"``), of ``"devices"``, and of
+            ``"rows"``, of the batch or of a micro-batch of the plan around it: whether they go together.
         alone: with these values the policy is the ``plan`` inside of it: ``{"microbatches": 1}``.
         numbers: by argument a `Domain`, a list of values, a value; or a `Space`, or a list of spaces, for a plan inside of
             another. They are chosen in the order in which they are given.
@@ -170,7 +161,7 @@ class Space:
         """All choices of values that go together, in order."""
         for chosen in self._choices(at, [*self.numbers.items()]):
             numbers = _flat(chosen)
-            if self.where is None or self.where({"devices": at.devices, **numbers}):
+            if self.where is None or self.where({"devices": at.devices, "rows": at.batch, **numbers}):
                 yield self._point(chosen, numbers, at.rows_of)
 
     def unlimited(self) -> "Iterator[tuple[str, Space]]":
@@ -193,7 +184,7 @@ class Space:
             return
         (name, given), *others = rest
         for value in _values(name, given, at):
-            inner = replace(at, numbers={**at.numbers, name: value.value})
+            inner = replace(at, numbers={**at.numbers, name: value.value}, batch=at.batch // value.parts)
             for more in self._choices(inner, others):
                 yield {name: value, **more}
 
@@ -219,9 +210,9 @@ class Space:
         inside = [policy for value in given.values() if isinstance(value, Point) for policy in value.policies]
         own = (*([] if self._factory is not None else [self.policy]), *inside)
         make = functools.partial(self._make, given)
-        known = plans.WAITS.get(self.name) if self._factory is not None else None
-        waits = None if known is None else functools.partial(known, **given)
-        return Point(self._call(given), make, numbers, tuple(family), tuple(ranks), tuple(saves), None, own, waits)
+        chain_of = plans.CHAINS.get(self.name) if self._factory is not None else None
+        chain = None if chain_of is None else chain_of(**given)
+        return Point(self._call(given), make, numbers, tuple(family), tuple(ranks), tuple(saves), None, own, chain)
 
     def _call(self, given: Mapping[str, Any]) -> str:
         """The call as a person writes it: what must be given by position, and nothing that is so by default."""

@@ -8,14 +8,14 @@
 """
 
 from jscaler.spaces.dap import in_a_group
-from jscaler.spaces.numbers import divisors_of_devices, parts_of_batch
+from jscaler.spaces.numbers import divisors_of_devices, parts_of_batch, whole_rows
 from jscaler.spaces.saving import saving_memory
 from jscaler.spaces.space import Space, in_each_stage
 
 
 def three_f_one_b() -> list[Space]:
     """Passes of micro-batches that follow each other through the stages."""
-    inside = saving_memory(Space("data_parallel"), in_a_group())
+    inside = saving_memory(Space("data_parallel", where=whole_rows("devices")), in_a_group())
     return [
         Space(
             "three_f_one_b",

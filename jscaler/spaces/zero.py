@@ -7,10 +7,12 @@
 | micro-batches | divisors of the batch |
 """
 
+from jscaler.spaces.numbers import whole_rows
 from jscaler.spaces.saving import in_microbatches, saving_memory
 from jscaler.spaces.space import Space
 
 
 def zero() -> list[Space]:
     """Data parallelism and ZeRO 1 to 3, in micro-batches."""
-    return [in_microbatches(*saving_memory(Space(name))) for name in ("data_parallel", "zero1", "zero2", "zero3")]
+    names = "data_parallel", "zero1", "zero2", "zero3"
+    return [in_microbatches(*saving_memory(Space(name, where=whole_rows("devices")))) for name in names]
