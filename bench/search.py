@@ -8,7 +8,10 @@ Rows of one table, by ``case``:
 ``stages``
     The same for GPT, in stages with devices and plans of their own.
 ``layers``
-    GPT 1.3B with 8 to 1,024 layers on 8 V100, stacked and as a Python loop; ``value`` is seconds by those of 8 layers.
+    GPT 1.3B with 8 to 1,024 layers on 8 V100, stacked and as a Python loop. Devices have memory in proportion to the
+    layers, so that about the same plans fit; searches may still look at others. ``value`` is seconds by those of 8 layers,
+    infinite where the search was stopped before its end; ``each`` the same for each plan that was looked at. Plans that
+    are not legal count there, and take little. The model is traced before.
 ``devices``
     GPT 15B on 1,024 V100; ``value`` is seconds.
 ``mist``
@@ -23,7 +26,8 @@ Rows of one table, by ``case``:
     with another decision, for each reason. ``value`` counts reasons by which that would take more than `TRUE` more or less
     than it does; ``gap`` is the worst.
 
-``gap`` is cost / bound - 1; ``seconds`` are those of the search.
+``gap`` is cost / bound - 1; ``seconds`` are those of the search, of ``layers`` and ``devices`` of CPU; ``looked`` counts
+the plans that it looked at, legal or not.
 """
 
 import functools
@@ -51,7 +55,8 @@ from jscaler.plan_search.found import Found
 from jscaler.plans.batch_size import batch_size
 
 COLUMNS = (
-    "case", "model", "devices", "space", "seconds", "plan", "cost", "reference", "value", "bound_s", "gap", "peak", "fits",
+    "case", "model", "devices", "space", "seconds", "looked", "plan", "cost", "reference", "value", "each", "bound_s",
+    "gap", "peak", "fits",
 )  # fmt: skip
 RECORDED = Path(__file__).parent.parent / "docs/benchmarks/paper.jsonl"
 SPACES = {
@@ -64,6 +69,7 @@ BETTER = {("gpt", 4): 0.98, ("gpt", 8): 0.95, ("gpt", 16): 0.96, ("gpt", 32): 0.
 SECONDS, QUICK_SECONDS, MARGIN = 60.0, 20.0, 0.005
 SCHEDULES = (["1f1b"], ["1f1b", "zb_h1"], ["gpipe", "1f1b"], ["1f1b", "interleaved"])
 LAYERS = (8, 32, 128, 1024)
+OF_LAYER = 34e9 / 8  # bytes of a device
 FLAT = 1.5  # times the seconds of the fewest layers
 BRUTE = 200
 WHY, TRUE = 30, 0.01
@@ -74,7 +80,8 @@ def found_row(case: str, model: str, spaces: tuple[str, ...], found: Found) -> R
     chosen = found.chosen
     return {
         "case": case, "model": model, "devices": found.cluster.num_devices, "space": " ".join(spaces),
-        "seconds": found.searched, "plan": "" if chosen is None else chosen.text,
+        "seconds": found.searched, "looked": len(found.candidates) + len(found.illegal),
+        "plan": "" if chosen is None else chosen.text,
         "cost": None if chosen is None else float(chosen.seconds), "bound_s": float(found.bound), "gap": float(found.gap),
         "peak": None if chosen is None else round(chosen.peak), "fits": chosen is not None,
     }  # fmt: skip
@@ -114,21 +121,26 @@ def recorded(model: Model, gpus: int) -> str | None:
 
 
 def layers(seconds: float) -> Iterator[Row]:
+    cluster, spaces = find_cluster("8xV100-32GB"), s.as_spaces("megatron")
     for stacked in (True, False):
-        first = None
+        first: Row | None = None
         for count in LAYERS:
             model = Model("gpt", "1.3b", 64, (("layers", count), ("stacked", stacked)))
-            graph = model.graph
-            found = search_graph(graph, find_cluster("8xV100-32GB"), s.as_spaces("megatron"), seconds=4 * seconds)
-            first = first or found.searched
-            row = found_row("layers", model.shown, ("megatron",), found)
-            yield {**row, "value": found.searched / first, "bound": FLAT}
+            graph, begun = model.graph, time.process_time()
+            memory = OF_LAYER * count
+            found = search_graph(graph, cluster, spaces, seconds=4 * seconds, memory=memory, reasons=False)
+            row = found_row("layers", model.shown, ("megatron",), found) | {"seconds": time.process_time() - begun}
+            first = first or row
+            value, looks = row["seconds"] / first["seconds"], row["looked"] / first["looked"]
+            yield {**row, "value": value if found.complete else math.inf, "each": value / looks, "bound": FLAT}
 
 
 def devices(seconds: float) -> Iterator[Row]:
     model = Model("gpt", "15b", 2048)
-    found = search_graph(model.graph, find_cluster("128x8xV100-32GB"), s.as_spaces("megatron"), seconds=seconds)
-    yield {**found_row("devices", model.shown, ("megatron",), found), "value": found.searched, "bound": seconds}
+    graph, begun = model.graph, time.process_time()
+    found = search_graph(graph, find_cluster("128x8xV100-32GB"), s.as_spaces("megatron"), seconds=seconds)
+    row = found_row("devices", model.shown, ("megatron",), found) | {"seconds": time.process_time() - begun}
+    yield {**row, "value": row["seconds"], "bound": seconds}
 
 
 def mist(seconds: float) -> Iterator[Row]:

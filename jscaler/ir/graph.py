@@ -1,11 +1,11 @@
 """``Graph``: the captured program as ops over PTensors, in an order that respects data dependencies. Immutable."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 import jax.numpy as jnp
 
@@ -17,6 +17,8 @@ from jscaler.ir.overview import FoldingTable, Overview, Shown, count_text
 from jscaler.ir.rule import Rule
 from jscaler.ir.tensor import PTensor
 from jscaler.text.units import readable_bytes, readable_count
+
+T = TypeVar("T")
 
 MOST_LOOPS = 6  # that are told of, and gradient calls
 WIDEST = 100  # characters of a column; a norm over all leaves reads hundreds
@@ -188,6 +190,12 @@ class Graph(Shown):
         pattern = _pattern("select_inputs", pattern)
         return tuple(t for t in self.inputs if t.name.startswith(pattern + "/") or matches(t.name, pattern))
 
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What ``make`` works out of this graph, once for each ``key``; not to be changed."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
     def rule(self, op: Op) -> Rule:
         """The factors of ``op``."""
         return self.rules.rule(op)
@@ -200,10 +208,7 @@ class Graph(Shown):
         """
         tensor = path if isinstance(path, PTensor) else self.input(path)
         dim = check_dim(tensor.name, tensor.shape, dim)
-        key = "reached", tensor.name, dim
-        if key not in self.memo:  # every policy asks again
-            self.memo[key] = self.rules.factor_of(self, tensor, dim)
-        return self.memo[key]
+        return self.once(("reached", tensor.name, dim), lambda: self.rules.factor_of(self, tensor, dim))
 
     @cached_property
     def named_factors(self) -> Mapping[str, Mapping[str, str]]:

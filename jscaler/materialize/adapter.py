@@ -8,7 +8,7 @@ Blocks of sizes of their own pass a path as blocks padded to the largest; to and
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +17,8 @@ from jscaler.errors import PlanError
 from jscaler.ir.mask import SubDims
 from jscaler.materialize.bounds import bytes_at_least, pieces_at_least
 from jscaler.materialize.canonical import canonical
-from jscaler.materialize.layout import Layout, common_subdims, without_values
+from jscaler.materialize.layout import Layout, common_subdims, on_devices, without_values
+from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.notation import OpenLayout
 from jscaler.materialize.search import Path, cheapest_path, runners_up
 from jscaler.materialize.transitions import Transition, price_of, regions_between
@@ -95,6 +96,18 @@ class Adapter:
         """Bytes that each device sends, in the mean."""
         return sum(step.bytes(here, itemsize) for here, step in self.walk)
 
+    def on_devices(self, numbers: Mapping[int, int]) -> "Adapter":
+        """The same between devices that are called by other numbers."""
+        stages = [
+            dataclasses.replace(
+                stage,
+                start=on_devices(stage.start, numbers),
+                steps=tuple(s if s.to is None else s._replace(to=on_devices(s.to, numbers)) for s in stage.steps),
+            )
+            for stage in self.stages
+        ]
+        return Adapter(on_devices(self.source, numbers), on_devices(self.target, numbers), tuple(stages), self.cost)
+
     def __str__(self) -> str:
         return "; ".join(map(str, self.steps)) or ("nothing" if self.nothing else f"copy to {self.target.memory}")
 
@@ -107,6 +120,24 @@ def find_adapter(source: Layout, target: Layout | OpenLayout, itemsize: int, cos
         PlanError: the layouts are of different shapes or on different devices.
     """
     _check(source, target)
+    numbers = _renumbered(source.mesh, cost)
+    if numbers is None:
+        return _cheapest(source, target, itemsize, cost)
+    first = on_devices(source, numbers)
+    second = target if isinstance(target, OpenLayout) else on_devices(target, numbers)
+    alike = find_adapter(first, second, itemsize, cost)  # on all groups that lie alike on hosts it is the same
+    return alike.on_devices({number: device for device, number in numbers.items()})
+
+
+@lru_cache(maxsize=4096)
+def _renumbered(mesh: DeviceMesh, cost: CostModel) -> dict[int, int] | None:
+    """By device its number among the first devices that stand to one another alike; None where it is one of these."""
+    devices = sorted(mesh.devices)
+    found = cost.renumbered(devices)
+    return None if found == tuple(devices) else dict(zip(devices, found, strict=True))
+
+
+def _cheapest(source: Layout, target: Layout | OpenLayout, itemsize: int, cost: CostModel) -> Adapter:
     if isinstance(target, OpenLayout):
         return min(_in_some_orders(source, target, itemsize, cost), key=lambda adapter: adapter.cost)
     if 0 in source.shape:

@@ -18,7 +18,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -30,7 +30,7 @@ from jscaler.errors import PlanError
 from jscaler.materialize.adapter import Adapter, find_adapter
 from jscaler.materialize.bounds import pieces_at_least
 from jscaler.materialize.canonical import canonical, in_primes
-from jscaler.materialize.layout import Layout, without_values
+from jscaler.materialize.layout import Layout, on_devices, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.notation import opened
 from jscaler.materialize.point_to_point import BoxMove, PointToPoint
@@ -128,12 +128,6 @@ def _renumbered(source: Layout, target: Layout, cost: CostModel) -> dict[int, in
     """By device its number among the first devices that stand to one another alike, in the same order."""
     union = sorted(union_of(source, target))
     return dict(zip(union, cost.renumbered(union), strict=True))
-
-
-def on_devices(layout: Layout, numbers: Mapping[int, int]) -> Layout:
-    """``layout`` with its devices called by other numbers."""
-    devices = tuple(numbers[device] for device in layout.mesh.devices)
-    return dataclasses.replace(layout, mesh=dataclasses.replace(layout.mesh, devices=devices))
 
 
 def cheapest_crossings(

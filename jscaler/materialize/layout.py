@@ -287,6 +287,12 @@ def common_subdims(a: SubDims, b: SubDims) -> SubDims | None:
     return tuple(result)
 
 
+def on_devices(layout: Layout, numbers: Mapping[int, int]) -> Layout:
+    """``layout`` with its devices called by other numbers."""
+    devices = tuple([numbers[device] for device in layout.mesh.devices])
+    return dataclasses.replace(layout, mesh=dataclasses.replace(layout.mesh, devices=devices))
+
+
 @lru_cache(maxsize=512)  # of large meshes each is a thousand masks
 def _masks(layout: Layout) -> tuple[Mask, ...]:
     """What the device at each position holds; many ask for all, again and again."""

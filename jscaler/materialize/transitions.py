@@ -20,7 +20,7 @@ import numpy as np
 from jscaler.clusters.cost_model import CostModel, Line
 from jscaler.clusters.transition_kinds import COLLECTIVES, Kind, TransitionKind
 from jscaler.ir.mask import Combiner, Mask
-from jscaler.materialize.layout import Layout, Values
+from jscaler.materialize.layout import Layout, Values, on_devices
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.point_to_point import Holding, PointToPoint, plan_regions
 
@@ -211,15 +211,21 @@ def regions_between(before: Layout, after: Layout) -> PointToPoint:
     Layouts over the same sub-dims are exchanged sub-dim by sub-dim, so that each may be padded for itself. What a device of
     both holds, no device of ``before`` alone sends.
     """
+    numbers = {device: position for position, device in enumerate(union_of(before, after))}
+    return _regions(on_devices(before, numbers), on_devices(after, numbers))
+
+
+@lru_cache(maxsize=1024)
+def _regions(before: Layout, after: Layout) -> PointToPoint:
+    """`regions_between` layouts whose devices are called by their positions."""
     flat = before.subdims == after.subdims
-    position = {d: i for i, d in enumerate(union_of(before, after))}
     held = [Holding(i, _flat(before.mask(i), flat)) for i in range(len(before.mesh.devices))]
-    inside = {device in after.mesh.devices for device in before.mesh.devices}
-    if len(inside) > 1:
-        near = {h.mask for h, device in zip(held, before.mesh.devices, strict=True) if device in after.mesh.devices}
-        held = [h for h in held if h.mask not in near or before.mesh.devices[h.position] in after.mesh.devices]
-    wanted = [Holding(position[d], _flat(after.mask(i), flat)) for i, d in enumerate(after.mesh.devices)]
-    return plan_regions(before.sizes if flat else before.shape, held, [wanted], len(position))
+    inside = set(after.mesh.devices)
+    if 0 < len(inside.intersection(before.mesh.devices)) < len(held):
+        near = {h.mask for h in held if h.position in inside}
+        held = [h for h in held if h.mask not in near or h.position in inside]
+    wanted = [Holding(d, _flat(after.mask(i), flat)) for i, d in enumerate(after.mesh.devices)]
+    return plan_regions(before.sizes if flat else before.shape, held, [wanted], len(union_of(before, after)))
 
 
 def _flat(mask: Mask, flat: bool) -> Mask:

@@ -1,13 +1,13 @@
 """The cores of attention in a graph: what lies between a product of two activations and the next, with a softmax in it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jscaler.errors import PlanError
 from jscaler.ir import Op
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of, made_by, reads_of
-from jscaler.ir.walk import dependents
+from jscaler.ir.walk import closure, dependents
 from jscaler.lax_primitives import contracts
 from jscaler.primitives import Planner
 
@@ -40,9 +40,14 @@ def find_cores(graph: Planner, on: Sequence[str] | None = None) -> tuple[Ops, ..
 
 def cores_of(graph: Planner, every: bool = False) -> tuple[Ops, ...]:
     """The ops of each core that the dataflow shows; of a training step those with a gradient, or ``every``."""
-    finder, every = _Finder(graph), every or not graph.calls
-    softmaxes = [op for op in graph.forward() if _normalises(op) and (every or op.backward is not None)]
-    return tuple(dict.fromkeys(core for op in softmaxes for core in finder.around(op)))
+    every = every or not graph.calls
+
+    def found() -> tuple[Ops, ...]:
+        finder = _Finder(graph)
+        softmaxes = [op for op in graph.forward() if _normalises(op) and (every or op.backward is not None)]
+        return tuple(dict.fromkeys(core for op in softmaxes for core in finder.around(op)))
+
+    return graph.graph.once(("cores", every), found)
 
 
 class _Finder:
@@ -61,18 +66,28 @@ class _Finder:
 
     def around(self, softmax: Op) -> list[Ops]:
         """The core that ``softmax`` is in; none if no products of activations are on both sides."""
-        same = [op for op in self.graph.forward() if (op.call, op.loop) == (softmax.call, softmax.loop)]
-        at = same.index(softmax)
-        below = dependents(same[at:], {softmax}, reads_of, lambda op: () if holds_contraction(op) else op.outputs)
+        graph, same = self.graph, (softmax.call, softmax.loop)
+
+        def beside(ops: Iterable[Op | None]) -> list[Op]:
+            return [op for op in ops if op is not None and op.kind == "forward" and (op.call, op.loop) == same]
+
+        def readers(op: Op) -> list[Op]:
+            return [] if holds_contraction(op) else beside(r for t in op.outputs for r in graph.consumers.get(t, ()))
+
+        def makers(op: Op) -> list[Op]:
+            return [] if holds_contraction(op) and op is not softmax else beside(map(graph.producer.get, op.inputs))
+
+        # both up to the first contractions
+        below, above = (self._in_order(closure([softmax], onward)) for onward in (readers, makers))
         mixes = [op for op in below if self._mixes(op)]
-        above = dependents(
-            same[at::-1], {softmax}, made_by, lambda op: () if holds_contraction(op) and op is not softmax else op.inputs
-        )  # both up to the first contractions
         scores = [op for op in above if self._mixes(op) and op is not softmax]
         if not mixes or not scores:
             return []
-        own = {*dependents(below[::-1], mixes, made_by, reads_of), *dependents(above[::-1], scores, reads_of, made_by)}
-        return [tuple(op for op in same if op in own)]
+        own = {*dependents(below[::-1], mixes, made_by, reads_of), *dependents(above, scores, reads_of, made_by)}
+        return [tuple(self._in_order(own))]
+
+    def _in_order(self, ops: Iterable[Op]) -> list[Op]:
+        return sorted(ops, key=lambda op: self.graph.position[op.path])
 
     def _mixes(self, op: Op) -> bool:
         """Whether it is a product of activations; not of an activation and a kernel."""

@@ -9,7 +9,7 @@ are as reached, with launches: of a small model these make a fast device as slow
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -189,50 +189,52 @@ def bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], s
     None where there are too few places with work in between.
     """
 
-    def slowest(before: Cost, stage: int, start: int, stop: int) -> Cost:
-        return (max(*before, sums[stage, stop] - sums[stage, start]),)
-
     sums = np.broadcast_to(sums, (stages, sums.shape[-1]))
-    little = LITTLE * sums[:, -1] / stages
-
-    def sent(before: Cost, stage: int, start: int, stop: int) -> Cost:
-        nbytes_here, own = nbytes[stop] if stop < len(sums[0]) - 1 else 0.0, sums[stage, stop] - sums[stage, start]
-        return before[0] + (own < little[stage]), before[1] + nbytes_here, before[2] + own**2
-
-    fastest = _least(sums, places, slowest, (0.0,))
-    if fastest is None:
+    fastest = _slowest(sums, places)
+    if fastest == math.inf:
         return None
-    most = fastest[0][0] * (1 + 1e-9)  # equal stages' sums differ by what is rounded
-    found = _least(sums, places, sent, (0.0, 0.0, 0.0), most)
-    assert found is not None
-    return found[1]
+    return _fewest(sums, places, nbytes, fastest * (1 + 1e-9))  # equal stages' sums differ by what is rounded
 
 
-def _least(
-    sums: np.ndarray,
-    places: Sequence[int],
-    joined: Callable[[Cost, int, int, int], Cost],
-    nothing: Cost,
-    most: float = math.inf,
-) -> tuple[Cost, list[int]] | None:
-    """The cuts into stages of at most ``most`` work that cost least, and this cost.
+def _slowest(sums: np.ndarray, places: Sequence[int]) -> float:
+    """The work of the slowest stage, at least; infinite where no cuts leave work for each."""
+    ends = np.array([*places, sums.shape[-1] - 1])
+    best = sums[0, ends]
+    for stage in sums[1:]:
+        own = stage[ends] - stage[ends][:, None]  # row: where the stage begins
+        later = (own > 0) & (ends > ends[:, None])
+        best = np.where(later, np.maximum(own, best[:, None]), math.inf).min(0)
+    return float(best[-1])
+
+
+def _fewest(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], most: float) -> list[int]:
+    """Of the cuts into stages of at most ``most`` work the best by what else `bottleneck` compares.
 
     Args:
         sums: of each stage.
-        joined: the cost of the stages so far, with one more, by its number, from a unit to another.
-        nothing: the cost of no stage.
     """
-    best: dict[int, tuple[Cost, list[int]]] = {i: (joined(nothing, 0, 0, i), [i]) for i in places if sums[0, i] <= most}
+    little, last = LITTLE * sums[:, -1] / len(sums), sums.shape[-1] - 1
+    least = [last]  # where each stage ends at the earliest, so that those behind it have at most that
+    for stage in sums[:0:-1]:
+        least.append(int(np.searchsorted(stage, stage[least[-1]] - most * (1 + 1e-9))))
+    least.reverse()
 
-    def ways_to(stage: int, i: int) -> list[tuple[Cost, list[int]]]:
-        """One stage more, which ends at ``i``."""
-        starts = (j for j in best if j < i and 0 < sums[stage, i] - sums[stage, j] <= most)
-        return [(joined(best[j][0], stage, j, i), [*best[j][1], i]) for j in starts]
+    def with_stage(stage: int, start: int, stop: int, before: Cost, cuts: list[int]) -> tuple[Cost, list[int]]:
+        own = sums[stage, stop] - sums[stage, start]
+        few, sent, squares = before
+        return (few + (own < little[stage]), sent + (nbytes[stop] if stop < last else 0.0), squares + own**2), [*cuts, stop]
 
-    for stage in range(1, len(sums) - 1):
-        best = {i: min(ways) for i in places if (ways := ways_to(stage, i))}
-    ways = ways_to(len(sums) - 1, len(sums[0]) - 1)
-    return (min(ways)[0], min(ways)[1][:-1]) if ways else None
+    best: dict[int, tuple[Cost, list[int]]] = {0: ((0.0, 0.0, 0.0), [])}
+    for stage, own in enumerate(sums):
+        found: dict[int, tuple[Cost, list[int]]] = {}
+        for stop in places if stage < len(sums) - 1 else [last]:
+            if stop >= least[stage]:
+                work = ((start, own[stop] - own[start]) for start in best if start < stop)
+                starts = [start for start, done in work if done <= most and (done > 0 or not stage)]
+                if starts:
+                    found[stop] = min(with_stage(stage, start, stop, *best[start]) for start in starts)
+        best = found
+    return best[last][1][:-1]
 
 
 def _crossing(graph: Planner, units: Sequence[Unit], known: set[PTensor]) -> tuple[list[int], list[int]]:

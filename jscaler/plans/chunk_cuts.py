@@ -7,7 +7,7 @@ another. How long the single stages are counts where the pipeline fills and drai
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -79,27 +79,32 @@ def step_time(shares: Sequence[float], groups: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """The first stages, so many of which end at one place.
+class _Ways:
+    """Ways to cut the first stages, each a row of all arrays.
 
     Attributes:
         least: the seconds that a micro-batch takes at least, however the rest is cut; see `step_time`.
         uneven: how far from each other the stages behind it are, if all groups are to have as much.
+        cuts: the places where the stages end.
         loads: seconds of each group.
         slowest: seconds of the slowest stage.
         ties: stages with little work, bytes across, and the stages' squares: what decides among equally fast ones.
     """
 
-    least: float
-    uneven: float
-    cuts: tuple[int, ...]
-    loads: tuple[float, ...]
-    slowest: float
-    ties: tuple[float, float, float]
+    least: np.ndarray
+    uneven: np.ndarray
+    cuts: np.ndarray
+    loads: np.ndarray
+    slowest: np.ndarray
+    ties: np.ndarray
 
     @property
-    def rank(self) -> tuple[float, ...]:
-        return self.least, *self.ties
+    def ends(self) -> np.ndarray:
+        return self.cuts[:, -1] if self.cuts.shape[1] else np.zeros(len(self.cuts), int)
+
+    def at(self, rows: np.ndarray) -> "_Ways":
+        """Some of them, in this order."""
+        return _Ways(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 def cuts_of_chunks(
@@ -122,52 +127,49 @@ def cuts_of_chunks(
         start: cuts that are known.
         little: seconds; a stage with less has little to do. Or those of each stage.
     """
-    stages, end = len(groups), sums.shape[-1] - 1
-    few_of = np.broadcast_to(little, stages)
+    stages, end, count = len(groups), sums.shape[-1] - 1, max(groups) + 1
+    few_of, across = np.broadcast_to(little, stages), np.array([*nbytes[:end], 0.0])
     of_stage, fastest = np.broadcast_to(sums, (stages, end + 1)), sums.reshape(-1, end + 1).min(0)
-    left = [[groups[stage + 1 :].count(group) for group in range(max(groups) + 1)] for stage in range(stages)]
+    unit = fastest[end]
 
-    def longer(way: _Way, stage: int, stop: int) -> _Way:
-        """``way`` with one stage more."""
-        begin = way.cuts[-1] if way.cuts else 0
-        share = float(of_stage[stage, stop] - of_stage[stage, begin])
-        loads = (*way.loads[: groups[stage]], way.loads[groups[stage]] + share, *way.loads[groups[stage] + 1 :])
-        few, crossing, squares = way.ties
-        ties = few + (share < few_of[stage]), crossing + (nbytes[stop] if stop < end else 0), squares + share**2
-        rest, slowest = float(fastest[end] - fastest[stop]), max(way.slowest, share)
-        behind = [(load, count) for load, count in zip(loads, left[stage], strict=True) if count]
-        most, uneven, further = max(loads), 0.0, 0.0
+    def longer(ways: _Ways, stage: int, stops: np.ndarray) -> _Ways:
+        """Each of ``ways`` with one stage more."""
+        share = of_stage[stage, stops] - of_stage[stage, ways.ends]
+        loads, slowest, rest = ways.loads.copy(), np.maximum(ways.slowest, share), unit - fastest[stops]
+        loads[:, groups[stage]] += share
+        ties = ways.ties + np.stack([share < few_of[stage], across[stops], share**2], 1)
+        left = [groups[stage + 1 :].count(group) for group in range(count)]
+        behind = [(loads[:, group], left[group]) for group in range(count) if left[group]]
+        most, uneven, further = loads.max(1), np.zeros(len(stops)), np.zeros(len(stops))
         if behind:
             mean = (sum(load for load, _ in behind) + rest) / len(behind)
-            most, further = max(most, mean), rest / sum(count for _, count in behind)
-            uneven = sum(((mean - load) / count - further) ** 2 * count for load, count in behind)
-        least = round((most + FILL * max(slowest, further)) / unit, 9)  # sums of equal stages differ by what is rounded
-        return _Way(least, uneven, (*way.cuts, stop), loads, slowest, ties)
+            most, further = np.maximum(most, mean), rest / sum(left)
+            uneven = sum((((mean - load) / n - further) ** 2 * n for load, n in behind), uneven)
+        # sums of equal stages differ by what is rounded
+        least = np.round((most + FILL * np.maximum(slowest, further)) / unit, 9)
+        return _Ways(least, uneven, np.column_stack([ways.cuts, stops]), loads, slowest, ties)
 
-    unit = float(fastest[end])
-    nothing = _Way(0.0, 0.0, (), (0.0,) * (max(groups) + 1), 0.0, (0.0, 0.0, 0.0))
+    nothing = _Ways(np.zeros(1), np.zeros(1), np.zeros((1, 0), int), np.zeros((1, count)), np.zeros(1), np.zeros((1, 3)))
     best = nothing
     for stage, stop in enumerate([*start, end]):
-        best = longer(best, stage, stop)
-    ways, reach = [nothing], max(NEAR, len(places) // stages)
+        best = longer(best, stage, np.array([stop]))
+    most = best.least[0]
+    longest = (most * unit - unit / len(set(groups))) / FILL * (1 + 1e-9)
+    ways, reach = nothing, max(NEAR, len(places) // stages)
     for stage, near in enumerate([*start, end]):
         at = bisect.bisect(places, near)
-        stops = places[max(at - reach, 0) : at + reach] if near < end else [end]
-        of_place: dict[int, list[_Way]] = {}
-        longest = (best.least * unit - unit / len(set(groups))) / FILL * (1 + 1e-9)
-        for way in ways:
-            done = of_stage[stage, way.cuts[-1]] if way.cuts else 0.0
-            for stop in stops:
-                if 0 < of_stage[stage, stop] - done <= longest:
-                    one = longer(way, stage, stop)
-                    if one.least <= best.least:
-                        of_place.setdefault(stop, []).append(one)
-        ways = [
-            one
-            for own in of_place.values()
-            for one in sorted(own, key=lambda one: (one.least, one.uneven, one.ties))[:KEPT]
-        ]
-    return [[*one.cuts[:-1]] for one in sorted([best, *ways], key=lambda one: one.rank)]
+        stops = np.array(places[max(at - reach, 0) : at + reach] if near < end else [end])
+        shares = of_stage[stage, stops] - of_stage[stage, ways.ends][:, None]
+        rows, columns = np.nonzero((shares > 0) & (shares <= longest))
+        ways = longer(ways.at(rows), stage, stops[columns])
+        ways = ways.at(np.flatnonzero(ways.least <= most))
+        _, first, place = np.unique(ways.ends, return_index=True, return_inverse=True)
+        order = np.lexsort((*ways.ties.T[::-1], ways.uneven, ways.least, first[place]))
+        _, begins, sizes = np.unique(first[place][order], return_index=True, return_counts=True)
+        ways = ways.at(order[np.arange(len(order)) - np.repeat(begins, sizes) < KEPT])
+    every = _Ways(*(np.concatenate([getattr(one, field.name) for one in (best, ways)]) for field in fields(_Ways)))
+    order = np.lexsort((*every.ties.T[::-1], every.least))
+    return every.cuts[order, :-1].tolist()
 
 
 def shares_of(sums: np.ndarray, cuts: Sequence[int]) -> list[float]:

@@ -165,9 +165,13 @@ def _further(
 def _read_weights(graph: Planner) -> set[PTensor]:
     """Parameters, kernels of a teacher in the state that a loss reads, or what stands in front of one, and what is made of
     either alone."""
-    read = {t for op in graph.ops if _is_in_front(graph, op) for t in op.inputs}
-    read = set(closure(read, lambda t: graph.graph.flow.sources(t, *ACYCLIC)))
-    return weights_of(graph, [t for t in learned(graph.graph) if t in read])
+
+    def found() -> set[PTensor]:
+        read = {t for op in graph.ops if _is_in_front(graph, op) for t in op.inputs}
+        read = set(closure(read, lambda t: graph.graph.flow.sources(t, *ACYCLIC)))
+        return weights_of(graph, [t for t in learned(graph.graph) if t in read])
+
+    return {*graph.graph.once("weights that are read", found)}
 
 
 def _given_weights(graph: Planner) -> set[PTensor]:
@@ -182,13 +186,14 @@ def _given_weights(graph: Planner) -> set[PTensor]:
 
 def _is_in_front(graph: Planner, op: Op) -> bool:
     """Whether ``op`` is of a loss, or of what a loss reads: a teacher's forward pass in front of it."""
-    key = "in front of a loss"
-    if key not in graph.graph.memo:
+
+    def found() -> set[Op]:
         start = [t for op in graph.ops if op.kind == "forward" for t in op.inputs]
         tensors = closure(start, graph.graph.flow.operands)
         makers = (graph.producer.get(t) for t in tensors)
-        graph.graph.memo[key] = {op for op in makers if op is not None and op.kind != "backward"}
-    return op.kind == "forward" or op in graph.graph.memo[key]
+        return {op for op in makers if op is not None and op.kind != "backward"}
+
+    return op.kind == "forward" or op in graph.graph.once("in front of a loss", found)
 
 
 def _sums_activations(graph: Planner, reach: Mapping[Op, str], weights: set[PTensor]) -> bool:
@@ -209,13 +214,17 @@ def find_columns(graph: Planner, taken: Iterable[Op], weights: set[PTensor]) -> 
     """
     found: list[tuple[PTensor, int]] = []
     table: Factors = dict.fromkeys(taken, "")
-    products = {t: paths for t in graph.inputs if t in weights and (paths := products_of(graph, t, weights))}
+    every = graph.graph.once(
+        ("products of kernels", frozenset(weights)),
+        lambda: {t: products_of(graph, t, weights) for t in graph.inputs if t in weights},
+    )
+    products = {kernel: paths for kernel, paths in every.items() if paths}
     for kernel in sorted(products, key=lambda t: min(map(graph.position.__getitem__, products[t]))):
         if any(graph.by_path[path] in table for path in products[kernel]):
             continue
         dim = column(graph, kernel)
         reach = graph.factor_of(kernel.name, dim) if dim is not None else {}
-        if meets_rows(graph, reach, weights, products_of(graph, kernel, weights)):
+        if meets_rows(graph, reach, weights, products[kernel]):
             assert dim is not None
             found.append((kernel, dim))
             table.update(reach)

@@ -95,6 +95,10 @@ def axes_of(graph: Planner, given: Mapping[str, int | Sequence[int]] | None, rem
 
 def _found(graph: Planner) -> list[_Axis]:
     """All dims of data that attention mixes and kernels carry along."""
+    return graph.graph.once("axes of data", lambda: _looked_for(graph))
+
+
+def _looked_for(graph: Planner) -> list[_Axis]:
     cores = {op for core in cores_of(graph) for op in core if holds_contraction(op)}
     weights = weights_of(graph)
 

@@ -47,9 +47,13 @@ def tables_of_words(graph: Planner, vocabulary: Dims | None = None) -> list[tupl
     By default those that are called as Flax models call them, and each table whose rows are looked up, and that, or a
     kernel with as many columns, makes logits.
     """
-    found = select(graph, VOCABULARY if vocabulary is None else vocabulary)
     if vocabulary is not None:
-        return found
+        return select(graph, vocabulary)
+    return [*graph.graph.once("tables of words", lambda: _found(graph))]
+
+
+def _found(graph: Planner) -> list[tuple[PTensor, int]]:
+    found = select(graph, VOCABULARY)
     weights = weights_of(graph)
     tables = [t for t in graph.inputs if t in weights and _is_looked_up(graph, t, weights)]
     sizes = {t.shape[0] for t in tables}

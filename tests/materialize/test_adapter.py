@@ -12,11 +12,12 @@ from materialize.layouts import every_layout, mesh_of
 from materialize.oracle import LARGE, MODELS, SMALL, V100, count_layouts, every_count, meaning, price
 from of_the_day import of_the_day
 
-from jscaler.clusters import BYTES, CLUSTERS, CostModel
+from jscaler.clusters import BYTES, CLUSTERS, CostModel, find_cluster
 from jscaler.clusters.cost_model import FEW_STEPS
 from jscaler.materialize import Adapter, Layout, cheapest_path, find_adapter, opened, parse_layout
 from jscaler.materialize.adapter import _through_copy, alternatives
 from jscaler.materialize.bounds import bytes_at_least
+from jscaler.materialize.layout import on_devices
 from jscaler.materialize.transitions import price_of
 
 Blocks = dict[int, frozenset[tuple[int, ...]]]
@@ -48,6 +49,22 @@ def check(adapter: Adapter, source: Layout, target: Layout, itemsize: int, cost:
         exchange = step.kind == "point_to_point"
         total += price_of(here, step, itemsize, cost) if exchange else price(step, here, itemsize, cost)
     assert adapter.cost == pytest.approx(total)
+
+
+@pytest.mark.parametrize("target", ["R1 V1 D(1,8)", "R8 V1 D(1,1)", "R2 V1 D(1,4)"])
+@pytest.mark.parametrize("devices", [range(8, 16), range(15, 7, -1), range(4, 12)])
+def test_devices_that_lie_alike_on_hosts_have_one_adapter(target: str, devices: range) -> None:
+    """What it takes to plan does not grow with device groups; half on one host and half on the next is not alike."""
+    cluster = find_cluster("4x8xV100-32GB")
+    numbers = {device: device - 8 for device in devices} if 15 in devices else {}
+    source, wanted = (
+        parse_layout(f"{text} on [{' '.join(map(str, devices))}]", (64, 64)) for text in ("R1 V2 D(4,1)", target)
+    )
+    found = find_adapter(source, wanted, 4, cluster)
+    check(found, source, wanted, 4, cluster)
+    if numbers:
+        first, last = on_devices(source, numbers), on_devices(wanted, numbers)
+        assert found.on_devices(numbers) == find_adapter(first, last, 4, cluster)
 
 
 def through_copy(source: Layout, target: Layout, itemsize: int, cost: CostModel) -> float:

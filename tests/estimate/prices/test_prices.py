@@ -98,6 +98,19 @@ def test_what_treats_equal_layers_in_several_ways_is_priced_layer_by_layer() -> 
     assert price.peak == pytest.approx(cost.memory.peak, rel=0.1)
 
 
+def test_stages_that_compute_the_same_part_of_their_layers_again_have_a_price() -> None:
+    """It lies between those of none and of all; where parts differ, ``jscaler.cost`` has one."""
+    found, staged = prices("stack"), "pipeline(2, 8, layers={}, plan={})"
+    plan = staged.format([4, 4], "recompute_layers(data_parallel(), layers=1)")
+    price, cost = found.of(plan), jscaler.cost(graph("stack"), plan, CLUSTER)
+    assert price.seconds == pytest.approx(cost.seconds.total, rel=0.03)
+    assert price.peak == pytest.approx(cost.memory.peak, rel=0.1)
+    none, all_ = (found.of(staged.format([4, 4], own)) for own in ("data_parallel()", "recompute_layers(data_parallel())"))
+    assert price.seconds == pytest.approx(0.75 * none.seconds + 0.25 * all_.seconds)
+    with pytest.raises(NoPriceError, match="other parts of equal layers"):
+        found.of(staged.format([5, 3], "recompute_layers(data_parallel(), layers=1)"))
+
+
 def test_regions_of_several_layers_and_shards_that_say_when() -> None:
     """A region over two layers is none of the one that stands for them; a shard's word goes before the plan's."""
 
