@@ -168,10 +168,10 @@ def one_device(name: str, quick: bool) -> Plain:
     return Plain(model, before, after, losses, dot_flops(text), time.perf_counter() - started)
 
 
-def run(model: Foreign, step: Callable[..., Any]) -> tuple[list[np.ndarray], list[float]]:
+def run(model: Foreign, step: Callable[..., Any], steps: int = STEPS) -> tuple[list[np.ndarray], list[float]]:
     """The state after some steps, and the losses on the way."""
     arguments, losses = model.arguments(), []
-    for _ in range(STEPS):
+    for _ in range(steps):
         result = step(*arguments)
         arguments = model.following(arguments, result)
         losses += map(float, leaves([x for x in jax.tree.leaves(result) if x.shape == ()][-1:]))
@@ -209,17 +209,26 @@ def under_plan(plain: Plain, plan: str, quick: bool) -> Row:
     return row
 
 
-def off_in_float64(model: Foreign, plan: Any, devices: int) -> float:
-    """How far a plan is off where all state and data are float64."""
+def in_float64(model: Foreign) -> Foreign:
+    """The same, whose state and data are float64; for code in which these are enabled."""
 
     def doubled(leaf: Any) -> Any:
         return leaf.astype(np.float64) if getattr(leaf, "dtype", None) == np.float32 else leaf
 
+    return dataclasses.replace(model, arguments=lambda: jax.tree.map(doubled, model.arguments()))
+
+
+def exact(model: Foreign, steps: int = STEPS) -> Plain:
+    """Its numbers by ``jax.jit``, without FLOPs and seconds."""
+    before = leaves(model.state(model.arguments()))
+    return Plain(model, before, *run(model, model.jit(model.step(PLAIN)), steps), 0.0, 0.0)
+
+
+def off_in_float64(model: Foreign, plan: Any, devices: int) -> float:
+    """How far a plan is off where all state and data are float64."""
     with jax.enable_x64(True):
-        double = dataclasses.replace(model, arguments=lambda: jax.tree.map(doubled, model.arguments()))
-        before = leaves(double.state(double.arguments()))
-        plain = Plain(double, before, *run(double, double.jit(double.step(PLAIN))), 0.0, 0.0)
-        return difference(plain, *run(double, jscaler.parallelize(plan, devices=devices)(double.step(jscaler))))
+        double = in_float64(model)
+        return difference(exact(double), *run(double, jscaler.parallelize(plan, devices=devices)(double.step(jscaler))))
 
 
 def difference(plain: Plain, after: list[np.ndarray], losses: list[float]) -> float:

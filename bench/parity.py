@@ -43,8 +43,8 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def run(case: Case, optimizer: optax.GradientTransformation, decorate: Callable[..., Any], vg: Any) -> tuple[Any, Any]:
-    """Parameters after five steps, and the gradients of the first."""
+def step_of(case: Case, optimizer: optax.GradientTransformation, vg: Any) -> Callable[..., Any]:
+    """``step(state, batch, key) -> (state, loss, gradients)``."""
 
     def step(state: Any, batch: Any, key: jax.Array) -> Any:
         params, moments, rest = state
@@ -52,9 +52,12 @@ def run(case: Case, optimizer: optax.GradientTransformation, decorate: Callable[
         updates, moments = optimizer.update(gradients, moments, params)
         return (optax.apply_updates(params, updates), moments, rest), loss, gradients
 
-    decorated = decorate(step)
-    state = (case.params, optimizer.init(case.params), case.rest)
-    first = None
+    return step
+
+
+def run(case: Case, optimizer: optax.GradientTransformation, decorate: Callable[..., Any], vg: Any) -> tuple[Any, Any]:
+    """Parameters after a step on each batch, and the gradients of the first."""
+    decorated, state, first = decorate(step_of(case, optimizer, vg)), case.state(optimizer), None
     for i, batch in enumerate(case.batches):
         state, _, gradients = decorated(state, batch, jax.random.key(100 + i))
         first = gradients if first is None else first
@@ -136,13 +139,13 @@ def rows(quick: bool, model: str, plan: str, workers: int) -> Iterator[Row]:
         for task in tasks(quick, model, plan):
             yield from task_rows(task)
     else:
-        with multiprocessing.get_context("spawn").Pool(workers, _start, maxtasksperchild=2) as pool:
+        with multiprocessing.get_context("spawn").Pool(workers, start, maxtasksperchild=2) as pool:
             yield from itertools.chain.from_iterable(pool.imap(task_rows, tasks(quick, model, plan)))
     if model in parity_updates.NAME and not plan:
         yield from parity_updates.rows(quick)
 
 
-def _start() -> None:
+def start() -> None:
     """A worker is as this process: CPU devices, and 64 bits."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)

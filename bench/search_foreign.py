@@ -36,14 +36,20 @@ def of_model(name: str, seconds: float) -> Iterator[Row]:
     model = plain.model
     step = model.step(jscaler)
     graph = jscaler.parallelize("single", devices=1)(step).graph(*model.arguments())
+    whole = peak_of_data_parallel(graph, cluster)
+    for part in PARTS:
+        yield {"model": name, "memory": f"{part:.0%}", **searched(plain, graph, cluster, part * whole, seconds)}
+
+
+def peak_of_data_parallel(graph: Any, cluster: Cluster) -> float:
+    """Bytes of a device under plain data parallelism; of one device alone where the batch does not divide."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            whole = jscaler.cost(graph, "data_parallel", cluster).memory.peak
+            return jscaler.cost(graph, "data_parallel", cluster).memory.peak
         except jscaler.JscalerError:
-            whole = jscaler.cost(graph, "single", "V100-32GB").memory.peak
-        for part in PARTS:
-            yield {"model": name, "memory": f"{part:.0%}", **searched(plain, graph, cluster, part * whole, seconds)}
+            assert cluster.device is not None
+            return jscaler.cost(graph, "single", cluster.device.name).memory.peak
 
 
 def searched(plain: Plain, graph: Any, cluster: Cluster, memory: float, seconds: float) -> Row:

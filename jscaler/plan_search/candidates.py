@@ -42,6 +42,7 @@ class Candidate:
         why: why it is not legal; or what planning it warned of.
         least: for a point with holes, a lower bound of the seconds of all its plans, also if none was found.
         none_fits: whether it is proved that no plan of a point with holes fits.
+        least_peak: bytes that each of its plans holds, where none fits and that is known.
         filled: of a point with holes, the solution that it is.
         cut: of a point whose stages are cut, the cut.
         within: bytes within which holes were filled, or stages cut.
@@ -56,6 +57,7 @@ class Candidate:
     why: str = ""
     least: float | None = None
     none_fits: bool = False
+    least_peak: float | None = None
     filled: Filled | None = None
     cut: CutStages | None = None
     within: float | None = None
@@ -264,6 +266,7 @@ class Candidates:
                 candidate.plan = candidate.price = candidate.cost = None
                 candidate.why = f"{type(error).__name__}: {error}"
                 candidate.none_fits = isinstance(error, NothingFitsError)
+                candidate.least_peak = error.least if isinstance(error, NothingFitsError) else None
                 candidate.least = error.bound if isinstance(error, UnprovedError) else None
                 return
             except Exception as error:

@@ -136,9 +136,11 @@ class _Search:
         legal = [one for one in search.priced if one.is_known]
         legal.sort(key=lambda one: (one is not search.best, not one.fits(self.memory), one.seconds, one.text))
         illegal = {one.text: one.why for one in search.priced if not one.is_known}
+        least = [(one.least_peak, one.text) for one in search.priced if one.least_peak is not None]
         return Found(
             self.cluster, self.memory, search.best, search.bound, why, tuple(legal), illegal, search.num_points,
             time.perf_counter() - self.begun, complete, self.interrupted, self.note,
+            min(least, default=None),
         )  # fmt: skip
 
     def _exhaust(self, search: BranchAndBound, seconds: float, stage: str = "") -> bool:

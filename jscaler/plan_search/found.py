@@ -79,12 +79,13 @@ class Found:
             weigh most.
         candidates: all that were looked at and are legal: the chosen one, others that fit, then those that do not, each the
             fastest first.
-        illegal: text of a plan -> why it is not legal.
+        illegal: text of a plan -> why it is not legal, or of one with holes why it was not filled.
         num_points: how many plans the spaces have.
         searched: seconds that the search took.
         complete: whether it went to its end, and was not stopped.
         interrupted: whether Ctrl-C stopped it.
         note: what else is to be said: of XLA's account of the memory, say.
+        least: of plans with holes of which it is proved that none fits, the fewest bytes that one holds, and its text.
 
     Example:
         >>> spaces = ["zero", "megatron"]
@@ -114,6 +115,7 @@ class Found:
     complete: bool
     interrupted: bool = False
     note: str = ""
+    least: tuple[float, str] | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -261,7 +263,7 @@ def verdict(found: Found) -> list[str]:
     counts = f"{looked:,} of {found.num_points:,} plans looked at in {readable_seconds(found.searched)}"
     stopped = "" if found.complete else "; stopped before its end"
     if found.chosen is None:
-        return [*nothing_fits(found), *not_legal(found), counts + stopped]
+        return [*nothing_fits(found), *(not_legal(found) if found.candidates else ()), counts + stopped]
     return [
         f"found: {found.chosen.text}, {readable_seconds(found.chosen.seconds)} a step, "
         f"{readable_bytes(found.chosen.peak)} of a device",
@@ -299,12 +301,17 @@ def not_legal(found: Found) -> list[str]:
 
 def nothing_fits(found: Found) -> list[str]:
     """How much is missing, where, and what would help, in lines."""
-    best = found.smallest
+    best, stopped = found.smallest, "" if found.complete else " of what was looked at before time was over"
+    if best is None and not found.illegal:
+        return ["the search was stopped before any plan was looked at: give it more seconds"]
+    if best is None and found.least is not None and found.memory is not None:
+        held, text = found.least
+        said = f"no plan of {text} holds less than {readable_bytes(held)}"
+        more = f"{readable_bytes(held - found.memory)} more than a device has"
+        return [f"nothing fits{stopped}: {said}, {more}", *not_legal(found)]
     if best is None:
-        stopped = "the search was stopped before any plan was looked at: give it more seconds"
-        return ["nothing fits: none of the plans is legal for this step" if found.illegal else stopped]
+        return [f"nothing fits{stopped}: none of the plans is legal for this step, or fits", *not_legal(found)]
     assert found.memory is not None
-    stopped = "" if found.complete else " of what was looked at before time was over"
     least = f"nothing fits{stopped}: the least is {best.text} with {readable_bytes(best.peak)}, "
     least += f"{readable_bytes(-found.headroom(best))} more than a device has"
     if best.cost is None:

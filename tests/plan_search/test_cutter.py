@@ -106,6 +106,22 @@ def test_no_cut_takes_less(seed: int, lower: bool) -> None:
         assert found.seconds == pytest.approx(min(seconds_of(chain, one, lower) for one in every), rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", [86, 143, 146])
+def test_it_ends_where_sums_are_rounded_one_way_or_another(seed: int) -> None:
+    """Way from stage to stage decides: it is added up from the last, and again for the stages that were found."""
+    rng, chain = np.random.default_rng(seed), drawn(seed)
+    scaled = [dataclasses.replace(c, seconds=c.seconds * rng.uniform(0.5, 1), once=0 * c.once) for c in chain.choices]
+    hops = {devices: rng.uniform(0, 20, own.shape) for devices, own in chain.hops.items()}
+    under_way = [min(2, n) for n in range(1, chain.devices + 1)]
+    chain = dataclasses.replace(
+        chain, choices=scaled, hops=hops, microbatches=2, under_way=under_way, counts=range(1, 7)
+    )  # fmt: skip
+    every = [s for s in every_cut(chain) if sum(chain.choices[n].devices for *_, n in s) == chain.devices]
+    found = chain.cut()
+    assert found is not None
+    assert found.seconds == pytest.approx(min(seconds_of(chain, one, False) for one in every), rel=1e-12)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_no_order_of_a_schedule_takes_less_than_the_lower_bound(seed: int) -> None:
     """And most take about as long as is said otherwise."""

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from brute import best
 from small_models import drawn, graph_of, links_alone, mlp, splits_products
@@ -15,6 +17,8 @@ from jscaler.clusters import Cluster, find_cluster
 from jscaler.estimate.prices import Prices
 from jscaler.plan_search.program import fill
 from jscaler.plan_search.program.fill import program_of
+from jscaler.plan_search.program.realised import policy_of
+from jscaler.primitives.plan import Recompute
 from jscaler.spaces import any_split, space_of
 from jscaler.stages import transform
 
@@ -55,6 +59,30 @@ def test_layers_on_two_axes(mesh: tuple[int, int]) -> None:
     activations = (layers - 1) * all_reduce(4 * batch * hidden / mesh[0], mesh[1])
     assert found.seconds == pytest.approx(gradients + activations, rel=ALPHA)
     assert fill(prices, splits_products, mesh).seconds <= found.seconds * (1 + 1e-6)
+
+
+def test_regions_that_overlap_with_what_stands_between_are_one() -> None:
+    """``p`` is read again far behind, and ``q`` stands between, whose own region goes on beside that."""
+
+    def loss(params: Any, x: Any) -> Any:
+        with jax.named_scope("p"):
+            p = jnp.sin(x @ params[0])
+        with jax.named_scope("q"):
+            q = jnp.cos(p @ params[1])
+        with jax.named_scope("t"):
+            t = q @ params[2]
+        return jnp.mean((p + q @ params[3]) @ params[4] + t)
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = jscaler.value_and_grad(loss)(params, x)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+    square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    prices = Prices(graph_of(step, [square] * 5, square), links_alone(1, 2))
+    policy = policy_of(prices.tables.folded, (2,), {}, {}, {"p/sin", "q/cos"}, set(), in_parts=False)
+    plan = transform(prices.captured, policy, 2, cost=prices.cluster)
+    (region,) = (one for one in plan.decisions if isinstance(one, Recompute))
+    assert {"p/sin", "q/dot", "q/cos", "t/dot"} <= {*region.ops}
 
 
 def cluster_of(seed: int, devices: int) -> Cluster:

@@ -19,6 +19,7 @@ from jscaler.plan_search.candidates import Candidate, Candidates
 from jscaler.plan_search.engine import Progress, search_graph
 from jscaler.plan_search.found import Found
 from jscaler.plan_search.program import UnprovedError
+from jscaler.plan_search.program.linear import Linear, TimeIsOverError
 
 CLUSTER = find_cluster("4xV100-32GB")
 INNER = [s.Space("megatron", tp=s.within_host(), dp=s.rest_of_devices("tp"), zero=s.in_order(1, 3))]
@@ -161,6 +162,26 @@ def test_where_nothing_fits_the_least_is_named(graph: Any, every: Any) -> None:
     assert found.smallest.peak == pytest.approx(min(peak for _, peak in every.values()), rel=0.03)
     assert "nothing fits: the least is" in str(found)
     assert "parameters and optimizer take" in str(found)
+
+
+def test_where_no_plan_with_holes_fits_what_each_has_to_hold_is_named(graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = s.OpenSpace(s.per_op, mesh=(4,), microbatches=[1, 2])
+    found = search_graph(graph, CLUSTER, [[space]], memory=1000.0)
+    assert found.least is not None
+    assert f"nothing fits: no plan of {found.least[1]} holds less than" in str(found)
+    for memory, fits in ((0.99 * found.least[0], False), (1.2 * found.least[0], True)):
+        assert (search_graph(graph, CLUSTER, [[space]], memory=memory, reasons=False).chosen is not None) == fits
+    solve = Linear.solve
+
+    def without_time(self: Linear, seconds: float, gap: float, whole: bool = True) -> Any:
+        if gap == 0:  # the least
+            raise TimeIsOverError
+        return solve(self, seconds, gap, whole)
+
+    monkeypatch.setattr(Linear, "solve", without_time)
+    found = search_graph(graph, CLUSTER, [[space]], memory=1000.0)
+    assert found.least is None
+    assert "nothing fits: none of the plans is legal for this step, or fits\n" in str(found)
 
 
 def test_what_xla_finds_too_large_is_left_and_the_search_goes_on(graph: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler import plans
-from jscaler.errors import PlanError
+from jscaler.errors import JscalerError, PlanError
 from jscaler.estimate.prices import Price, Prices
 from jscaler.estimate.prices.candidate import Candidate
 from jscaler.estimate.prices.price import sum_begins
@@ -14,7 +14,7 @@ from jscaler.ir import Op
 from jscaler.ir.walk import grouped
 from jscaler.plan_search.program.choices import ByAxis, Nodes
 from jscaler.plan_search.program.linear import Row, Solution, UnprovedError
-from jscaler.plan_search.program.program import Program
+from jscaler.plan_search.program.program import LEAST, Program
 from jscaler.plan_search.program.realised import policy_of
 from jscaler.plans.batch import BATCH
 from jscaler.primitives.planner import Policy
@@ -29,7 +29,15 @@ LESS = 0.995  # of what a plan that does not fit was to hold
 
 
 class NothingFitsError(PlanError):
-    """No plan of a space with holes fits: that is proved."""
+    """No plan of a space with holes fits: that is proved.
+
+    Attributes:
+        least: bytes that each of its plans holds, where that is known.
+    """
+
+    def __init__(self, message: str, least: float | None = None):
+        super().__init__(message)
+        self.least = least
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,10 @@ class Filling:
             if solution is None:
                 break
             bound = bound or solution.bound + program.fixed
-            found = self._filled(solution, bound, most)
+            try:
+                found = self._filled(solution, bound, most)
+            except JscalerError as error:  # other solutions may be legal
+                raise UnprovedError(f"what was found for a mesh of {self.mesh} is not legal: {error}", bound) from error
             if memory is None or found.price.peak <= memory:
                 return found
             peaks.append(found.price.peak)
@@ -92,8 +103,9 @@ class Filling:
             raise UnprovedError(f"no plan was found for {where}: those that were tried hold {held}; {remedy}", bound)
         if memory is None:
             raise PlanError(f"what the space says of several ops leaves nothing {where}; leave one of its op_assigns out")
-        least = readable_bytes(program.least())
-        raise NothingFitsError(f"nothing of the space fits in {where}: no plan holds less than {least}; {remedy}")
+        least = program.least(max(LEAST, end - time.monotonic()))
+        said = "" if least is None else f": no plan holds less than {readable_bytes(least)}"
+        raise NothingFitsError(f"nothing of the space fits in {where}{said}; {remedy}", least)
 
     def _filled(self, solution: Solution, bound: float, most: float) -> "Filled":
         prices, program, in_parts = self.prices, self.program, self.microbatches > 1

@@ -174,21 +174,26 @@ class Program:
         else:
             linear.row({**row, less: -most / UNIT}, most=-fixed / UNIT)
 
-    def least(self) -> float:
-        """Bytes that no solution can save, not even in parts."""
+    def least(self, seconds: float) -> float | None:
+        """Bytes that no solution can save, not even in parts; None where that takes longer."""
+        end = time.monotonic() + seconds
         linear = Linear([0.0] * len(self.linear.costs), [False] * len(self.linear.costs), [*self.linear.rows])
         part, whole = linear.variable(1.0), float(sum(one.nbytes for one in self.memory.program.buffers)) + UNIT
         whole += self.memory.rest + sum(self.memory.always.values())
         moments = dict(self._moments)
-        while True:
+        while (left := end - time.monotonic()) > 0:
             for moment in moments:
                 self._hold(linear, moment, whole, part)
-            found = linear.solve(math.inf, 0.0, whole=False)
+            try:
+                found = linear.solve(left, 0.0, whole=False)
+            except TimeIsOverError:
+                return None
             assert found is not None
             peak = float(found.values[part] * whole)
             moments = dict.fromkeys(self.memory.worst(self.memory.timeline(found.values), peak * (1 + NOTHING) + 1))
             if not moments:
                 return peak
+        return None
 
     def peak(self, solution: Solution) -> float:
         """The most that a device holds."""

@@ -1,7 +1,7 @@
 """A solution as a policy: the three primitives on the ops of a whole graph."""
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -73,17 +73,26 @@ def _regions(graph: Planner, again: Sequence[Op], inside: Sequence[Op]) -> list[
     Args:
         inside: ops of which no more is made again than what they hold inside.
     """
-    groups: list[set[Op]] = []
-    for op in (*again, *inside):
+
+    def with_readers(op: Op) -> set[Op]:
         readers = {r for t in op.outputs for r in graph.consumers.get(t, ()) if r.kind == "forward" and r.loop == op.loop}
-        readers = readers if op in again else set[Op]()
-        own = {op, *(r for r in readers if r.backward is not None)}
-        near = [group for group in groups if group & own]
-        groups = [group for group in groups if group not in near] + [own.union(*near)]
-    found = []
-    for group in groups:
+        return {op, *(r for r in readers if r.backward is not None)}
+
+    def beside(group: set[Op]) -> list[Op]:
         first = next(iter(group))
-        beside = [op for op in graph.forward() if op.loop == first.loop and op.call == first.call]
-        own = group | {*between(beside, group, reads_of, made_by)}
-        found.append([op for op in beside if op in own])
+        return [op for op in graph.forward() if op.loop == first.loop and op.call == first.call]
+
+    groups, before = _joined([*map(with_readers, again), *({op} for op in inside)]), -1
+    while len(groups) != before:  # what stands between may be of another region
+        before = len(groups)
+        groups = _joined([group | {*between(beside(group), group, reads_of, made_by)} for group in groups])
+    return [[op for op in beside(group) if op in group] for group in groups]
+
+
+def _joined(sets: Iterable[set[Op]]) -> list[set[Op]]:
+    """Those that have some in common as one."""
+    found: list[set[Op]] = []
+    for own in sets:
+        near = [group for group in found if group & own]
+        found = [group for group in found if group not in near] + [own.union(*near)]
     return found

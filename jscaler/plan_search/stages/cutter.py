@@ -117,10 +117,13 @@ class Chain:
         lowest = self._thresholds[self._lowest()]
         best = min((one for one in (easiest, self._shortest(lowest)) if one is not None), key=lambda one: one.seconds)
         limit = best.seconds - self._ways(easiest.stages)[0]
-        while (self.lower or limit > lowest) and (found := self._shortest(np.nextafter(limit, 0.0))) is not None:
+        while self.lower or limit > lowest:
+            limit = float(np.nextafter(limit, -math.inf))  # also where it is 0, or rounded otherwise than `_shortest` does
+            if (found := self._shortest(limit)) is None:
+                break
             best = min(best, found, key=lambda one: one.seconds)
             # a lower limit leaves no less to fill
-            limit = min(self._slowest(found.stages), best.seconds - self._ways(found.stages)[0])
+            limit = min(limit, self._slowest(found.stages), best.seconds - self._ways(found.stages)[0])
         return best
 
     def slowest_stage(self) -> Cut | None:
