@@ -34,6 +34,7 @@ from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.tables import BlockKind
 from jscaler.tables.cuts import Cuts
 
+Range = tuple[int, int]  # of layers: from one to before another
 Place = int  # the number of a group; of its layers of a stack that and how many groups there are
 
 
@@ -172,18 +173,23 @@ class OpBlocks:
         return number, number + len(self.number)
 
     def find_layers(self, phases: Sequence[Phase]) -> None:
-        """Find the ops of ranges of layers, if another range has as many layers, and what these ops alone read.
+        """Find the ops of a stage's ranges of layers, if another stage has ranges of as many layers, and what these ops
+        alone read.
 
         They are a program of their own, and what a first and a last stage do besides is another: so the layers of all
         stages are one program. A table with W or R keeps a stage in one program in the loop, since halves of a backward
-        wait for no other block.
+        wait for no other block. So does a stage of which some ranges have their like and others have none: its program
+        would be cut in between.
         """
         if len(self.number) == 1:
             return
         in_pieces = self.cuts.weights or self.cuts.recompute
         bounds = {op.path: layers_of(op.path) for phase in phases for item in phase.items for op in ops_of(item)}
-        sizes = Counter(own[1] - own[0] for own in {*bounds.values()} if own is not None)
-        alike = {path for path, own in bounds.items() if own is not None and sizes[own[1] - own[0]] > 1}
+        ranges = self._ranges_of_stages(bounds)
+        sizes = {own: tuple(sorted(stop - start for start, stop in own)) for own in ranges}
+        count = Counter(sizes.values())
+        with_like = {bound for own in ranges if count[sizes[own]] > 1 for bound in own}
+        alike = {path for path, own in bounds.items() if own in with_like}
         if not alike:
             return
         loops = self.graph.loops.values()
@@ -206,6 +212,16 @@ class OpBlocks:
                     self.of_layers.update(made)
                 for t in reads_of(item):
                     readers.setdefault(t, []).append((here, group))
+
+    def _ranges_of_stages(self, bounds: Mapping[str, Range | None]) -> set[frozenset[Range]]:
+        """The ranges of layers of each stage, by the bounds of each op's; those of no stage stand alone."""
+        of_stage: dict[int, set[Range]] = {}
+        for path, own in bounds.items():
+            stage = self.completed.homes[path].stage
+            if own is not None and stage is not None:
+                of_stage.setdefault(stage, set()).add(own)
+        alone = {own for own in bounds.values() if own is not None}.difference(*of_stage.values())
+        return {frozenset(own) for own in of_stage.values()} | {frozenset([own]) for own in alone}
 
     def begin(self, number: int, phase: Phase, carried: Mapping[PTensor, Layout]) -> None:
         """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, on its group.

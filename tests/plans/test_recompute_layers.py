@@ -17,6 +17,7 @@ from jscaler import PlanError, UnknownNameError
 from jscaler.plans import by_name, recompute_layers, single, tensor_parallel
 from jscaler.report.targets import described_devices
 from jscaler.runtime.target import WITHOUT_GPU
+from jscaler.stages import Captured, lower, transform
 
 
 @made_once
@@ -205,6 +206,7 @@ def four() -> Any:
             ("recompute_layers(megatron(dp=1, tp=2, sequence=True), layers=1)", written_out, 2),
             ("pipeline(2, 2, plan=recompute_layers(zero1(), layers=1))", four, 4),
             ("pipeline(2, 2, 'interleaved', chunks=2, plan=recompute_layers(layers=1))", eight, 2),
+            ("pipeline(2, 2, plan=recompute_layers(layers=1), layers=[3, 1])", four, 2),
         ],
         3,
     ),
@@ -226,6 +228,15 @@ def test_so_many_layers_of_each_stage_run_once_more() -> None:
     inner = "single()", "recompute_layers(layers=1)", "recompute_layers()"  # of two layers in each stage
     none, some, every = (jscaler.cost(graph, f"pipeline(2, 2, plan={plan})", "2xH100-80GB").total_flops for plan in inner)
     assert some - none == pytest.approx((every - none) / 2)
+
+
+def test_unequal_stages_whose_first_layers_run_again_are_in_the_order_of_the_table() -> None:
+    """One of three layers of the first stage runs again, and the one of the second: ranges of 1, 2 and 1 layers."""
+    step, arguments = four()
+    graph = jscaler.parallelize("single")(step).graph(*arguments)
+    plan = transform(Captured.of(graph), by_name("pipeline(2, 2, plan=recompute_layers(layers=1), layers=[3, 1])"), 2)
+    names = [block.names for block in lower(Captured.of(graph), plan).blocks]
+    assert {stage for own in names for stage, _ in own} == {0, 1}
 
 
 def test_memory_is_between_that_of_none_and_that_of_all() -> None:
