@@ -214,12 +214,12 @@ class OpBlocks:
                     readers.setdefault(t, []).append((here, group))
 
     def _ranges_of_stages(self, bounds: Mapping[str, Range | None]) -> set[frozenset[Range]]:
-        """The ranges of layers of each stage, by the bounds of each op's; those of no stage stand alone."""
+        """The ranges of layers that the plan gives each stage, by the bounds of each op's; others stand alone."""
         of_stage: dict[int, set[Range]] = {}
         for path, own in bounds.items():
-            stage = self.completed.homes[path].stage
-            if own is not None and stage is not None:
-                of_stage.setdefault(stage, set()).add(own)
+            home = self.completed.homes[path]
+            if own is not None and home.stage is not None and home.stage_by == "plan":
+                of_stage.setdefault(home.stage, set()).add(own)
         alone = {own for own in bounds.values() if own is not None}.difference(*of_stage.values())
         return {frozenset(own) for own in of_stage.values()} | {frozenset([own]) for own in alone}
 
