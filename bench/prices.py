@@ -99,7 +99,7 @@ class Priced:
 def rows(quick: bool, model: str, seed: int, every: bool) -> Iterator[Row]:
     for case in CASES:
         if model in case.shown and (case.quick or not quick):
-            yield measure(case, seed, every, *((10, 16) if quick else (PLANS, DRAWN)))
+            yield measure(case, seed, every, *((16, 26) if quick else (PLANS, DRAWN)))
 
 
 def measure(case: Case, seed: int, every: bool, plans: int, drawn: int) -> Row:
@@ -158,7 +158,7 @@ def _row(case: Case, chosen: Sequence[Priced], set_up: float, without: Sequence[
     near = [one for one in chosen if one.seconds <= NEAR * best]
     errors = [abs(one.price.seconds / one.seconds - 1) for one in chosen]
     new, again, cost = (statistics.fmean(getattr(one, name) for one in chosen) for name in ("new", "again", "cost"))
-    apart = 0.02 if len(chosen) == PLANS else 0.101  # of few plans two that are near decide
+    apart = 0.02 if len(chosen) == PLANS else 0.1  # of few plans two that are near decide
     rho_half, rho_peaks = _rho([(o.price.seconds, o.seconds) for o in near]), _rho([(o.price.peak, o.peak) for o in chosen])
     return {
         "model": case.shown, "plans": f"{len(near)} + {len(chosen) - len(near)}", "rho_half": rho_half,
@@ -166,7 +166,7 @@ def _row(case: Case, chosen: Sequence[Priced], set_up: float, without: Sequence[
         "most": max(errors), "rho_peaks": rho_peaks,
         "peak_error": statistics.fmean(abs(one.price.peak / one.peak - 1) for one in chosen), "set_up": set_up, "new": new,
         "again": again, "cost": cost, "ratio": cost / again, "no_price": len(without), "apart_half": 1 - rho_half,
-        "apart_peaks": 1 - rho_peaks, "bounds": {"error": 0.05, "apart_half": max(0.05, apart), "apart_peaks": apart},
+        "apart_peaks": 1 - rho_peaks, "bounds": {"error": 0.05, "apart_half": 0.05, "apart_peaks": apart},
     }  # fmt: skip
 
 

@@ -188,8 +188,8 @@ class OpBlocks:
         ranges = self._ranges_of_stages(bounds)
         sizes = {own: tuple(sorted(stop - start for start, stop in own)) for own in ranges}
         count = Counter(sizes.values())
-        with_like = {bound for own in ranges if count[sizes[own]] > 1 for bound in own}
-        alike = {path for path, own in bounds.items() if own in with_like}
+        matched = {bound for own in ranges if count[sizes[own]] > 1 for bound in own}
+        alike = {path for path, own in bounds.items() if own in matched}
         if not alike:
             return
         loops = self.graph.loops.values()

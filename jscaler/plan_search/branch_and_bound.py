@@ -48,10 +48,10 @@ class Family:
     def bound(self, point: Point, floor: float) -> float:
         """A lower bound of the seconds of ``point``, from earlier points that are priced; inf where its schedule has no
         table for its numbers."""
-        if point.chain is not None and not point.chain.has_table:
+        if point.stages is not None and not point.stages.has_table:
             return math.inf
         known = [one for one in self.priced if one.is_known and one.least is None]  # a point with holes was filled to fit
-        return max((_least(one, point) for one in known if point.is_behind(self.places[one])), default=floor)
+        return max((_least_seconds(one, point) for one in known if point.is_behind(self.places[one])), default=floor)
 
 
 class BranchAndBound:
@@ -255,19 +255,19 @@ class BranchAndBound:
                 self.keep(other)
 
 
-def _least(earlier: Candidate, point: Point) -> float:
+def _least_seconds(earlier: Candidate, point: Point) -> float:
     """The least seconds of ``point``, by those of an earlier one of its family."""
-    price, chain = earlier.price, point.chain
-    if price is None or chain is None:
+    price, stages = earlier.price, point.stages
+    if price is None or stages is None:
         return earlier.busiest
     of_kind: dict[BlockKind, float] = {"F": price.forward, "B": price.backward, "I": price.cotangent}
-    return max(price.busiest, price.least_busy + chain.least_waits.seconds(of_kind))
+    return max(price.busiest, price.least_busy + stages.least_waits.seconds(of_kind))
 
 
 def _under_way(point: Point) -> float:
     """The part of a step's forwards that wait for their backwards at a time."""
-    chain = point.chain
-    return 1 / _microbatches(point) if chain is None or not chain.has_table else chain.least_waits.under_way
+    stages = point.stages
+    return 1 / _microbatches(point) if stages is None or not stages.has_table else stages.least_waits.under_way
 
 
 def _microbatches(point: Point) -> int:

@@ -109,9 +109,10 @@ class _Search:
         points = [self._points(space) for space in spaces]
         self.search = BranchAndBound(self.candidates, points, self.memory, every)
         if not self.search.num_points:
+            rows = f"{self.at.batch} rows of a batch" if self.at.batch else "a step of which nothing says what the batch is"
             raise PlanError(
                 f"search: the space {'; '.join(str(one) for space in spaces for one in space)} has no plan for "
-                f"{self.at.devices} devices, {self.at.per_host} of a host, and {self.at.batch} rows of a batch"
+                f"{self.at.devices} devices, {self.at.per_host} of a host, and {rows}"
             )
         self.note, self.interrupted = "", False
 

@@ -13,7 +13,7 @@ from jscaler.plans.expert_parallel import expert_parallel
 from jscaler.plans.interlaced import interlaced
 from jscaler.plans.megatron import megatron
 from jscaler.plans.parse import PlanCall, parse_call, with_arguments
-from jscaler.plans.pipeline import chain_of, pipeline
+from jscaler.plans.pipeline import pipeline, stage_chain
 from jscaler.plans.recompute_layers import recompute_layers
 from jscaler.plans.selective_recompute import selective_recompute
 from jscaler.plans.sequence_parallel import sequence_parallel
@@ -35,7 +35,7 @@ PLANS: dict[str, Factory] = {
         recompute_layers, selective_recompute,
     )
 }  # fmt: skip
-CHAINS = {pipeline.__name__: chain_of}  # of plans in stages, from the same arguments
+STAGE_CHAINS = {pipeline.__name__: stage_chain}  # of plans in stages, from the same arguments
 ALIASES = {"fsdp": "zero3"}  # as PyTorch's users call it
 fsdp = zero3
 

@@ -35,8 +35,8 @@ from jscaler.plans.tried_rows import TriedRows, fastest_rows
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
 from jscaler.tables import Published, Table, find_schedule, schedule_named
-from jscaler.tables.chain import Chain
 from jscaler.tables.recomputing import MARKS, recomputing
+from jscaler.tables.stage_chain import StageChain
 from jscaler.tables.table import cells_of
 from jscaler.text.units import counted
 
@@ -175,14 +175,14 @@ def pipeline(
     return policy
 
 
-def chain_of(
+def stage_chain(
     stages: int, microbatches: int, schedule: str = "1f1b", chunks: int | None = None, **others: Any
-) -> Chain | None:
+) -> StageChain | None:
     """The chain of stages of `pipeline` with these arguments; None where they are none, or their order is not known yet."""
     known = schedule_named(schedule) if isinstance(schedule, str) else None
     if known is None or known.searched or known.everywhere or known.passes or others.get("recompute") in ("early", "late"):
         return None
-    return Chain(known.name, stages, microbatches, known.chunks_of(chunks))
+    return StageChain(known.name, stages, microbatches, known.chunks_of(chunks))
 
 
 def _for_each(plan: Callable[..., Any] | Sequence[Callable[..., Any]], groups: int) -> list[Callable[..., Any]]:

@@ -11,7 +11,7 @@ from jscaler import plans
 from jscaler.errors import PlanError, UnknownNameError, check_count, shown
 from jscaler.plans.batch import BATCH
 from jscaler.spaces.numbers import Domain, Setting, Value, as_domain
-from jscaler.tables.chain import Chain
+from jscaler.tables.stage_chain import StageChain
 
 Policy = Callable[..., Any]
 
@@ -54,7 +54,7 @@ class Point:
         saves: of each, whether a higher rank holds less memory.
         opening: of a policy with holes, or of stages that are not cut, what is to be filled; else None.
         policies: policies of one's own that it is made of, which the text has by their names alone.
-        chain: of a plan in stages that follow each other, what is known of their order.
+        stages: of a plan in stages that follow each other, what is known of their order.
     """
 
     text: str
@@ -65,7 +65,7 @@ class Point:
     saves: tuple[bool, ...] = field(compare=False)
     opening: Opening | StageOpening | None = field(default=None, compare=False)
     policies: tuple[Any, ...] = ()
-    chain: Chain | None = field(default=None, compare=False)
+    stages: StageChain | None = field(default=None, compare=False)
 
     @property
     def key(self) -> object:
@@ -210,9 +210,9 @@ class Space:
         inside = [policy for value in given.values() if isinstance(value, Point) for policy in value.policies]
         own = (*([] if self._factory is not None else [self.policy]), *inside)
         make = functools.partial(self._make, given)
-        chain_of = plans.CHAINS.get(self.name) if self._factory is not None else None
-        chain = None if chain_of is None else chain_of(**given)
-        return Point(self._call(given), make, numbers, tuple(family), tuple(ranks), tuple(saves), None, own, chain)
+        stages_of = plans.STAGE_CHAINS.get(self.name) if self._factory is not None else None
+        stages = None if stages_of is None else stages_of(**given)
+        return Point(self._call(given), make, numbers, tuple(family), tuple(ranks), tuple(saves), None, own, stages)
 
     def _call(self, given: Mapping[str, Any]) -> str:
         """The call as a person writes it: what must be given by position, and nothing that is so by default."""

@@ -206,14 +206,14 @@ class StageCuts:
     def price(self, opening: StageOpening, chain: Chain, stages: Stages, points: Sequence[Point]) -> Price:
         """By the order of the schedule's table."""
         kinds, blocks = self.row.kinds, dict[str, dict[int, float]](F={}, B={})
-        once, state = list[float](), list[float]()
+        once, fixed = list[float](), list[float]()
         for stage, (start, stop, number) in enumerate(stages):
             devices = chain.choices[number].devices
             own = self._segments[points[number].key, devices, opening.microbatches]
             here = kinds[start:stop]
             blocks["F"][stage], blocks["B"][stage] = float(own.forward[here].sum()), float(own.backward[here].sum())
             once.append(float(own.once[here].sum()))
-            state.append(float(own.state[here].sum()))
+            fixed.append(float((own.state + own.sums)[here].sum()))
         firsts = np.cumsum([0, *(chain.choices[n].devices for *_, n in stages)])
 
         def hop(first: int, second: int) -> float:
@@ -224,7 +224,7 @@ class StageCuts:
         turns = turns_of(one_by_one(_table(opening.schedule, len(stages), opening.microbatches)))
         seconds = seconds_of_turns(turns, blocks, once, hop, self.cluster.interference)
         busiest = max(opening.microbatches * (blocks["F"][n] + blocks["B"][n]) + once[n] for n in range(len(stages)))
-        return Price(seconds, max(chain.peaks(stages)), busiest, 0.0, busiest, max(state))
+        return Price(seconds, max(chain.peaks(stages)), busiest, 0.0, busiest, max(fixed))
 
 
 def _choice(prices: SegmentPrices, row: SegmentRow, devices: int) -> Choice:

@@ -9,14 +9,14 @@ from jscaler.tables.published import Published
 
 
 @dataclass(frozen=True)
-class Chain:
+class StageChain:
     """Stages that follow each other, of so many groups with so many chunks each.
 
     Attributes:
         schedule: the name of a published one.
 
     Example:
-        >>> Chain("interleaved", 4, 2, 2).has_table, Chain("1f1b", 4, 2, 1).least_waits.under_way
+        >>> StageChain("interleaved", 4, 2, 2).has_table, StageChain("1f1b", 4, 2, 1).least_waits.under_way
         (False, 0.25)
     """
 
@@ -43,5 +43,5 @@ class Chain:
 
 
 @functools.lru_cache(maxsize=4096)
-def _least_waits(chain: Chain) -> LeastWaits:
+def _least_waits(chain: StageChain) -> LeastWaits:
     return LeastWaits.of(chain._published.table(chain.groups, chain.microbatches, chain.chunks))
