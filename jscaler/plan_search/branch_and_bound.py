@@ -266,8 +266,8 @@ def _least_seconds(earlier: Candidate, point: Point) -> float:
 
 def _under_way(point: Point) -> float:
     """The part of a step's forwards that wait for their backwards at a time."""
-    stages = point.stages
-    return 1 / _microbatches(point) if stages is None or not stages.has_table else stages.least_waits.under_way
+    stages, alone = point.stages, 1 / _microbatches(point)
+    return stages.least_waits.under_way or alone if stages is not None and stages.has_table else alone
 
 
 def _microbatches(point: Point) -> int:

@@ -100,21 +100,19 @@ class Staged:
         self.kinds = {cell.kind for turn in turns for cell in turn.entry.cells}
         self.kind = {op.path: _kind(op, "R" in self.kinds) for op in self.graph.ops}
 
-    def seconds(self, taken: Iterable[Taken]) -> float:
+    def seconds(self, blocks: Mapping[str, Part], once: Sequence[float]) -> float:
         """Of a step: its blocks in the order of the table, and what each group does once."""
-        blocks, once = self.blocks(taken, True)
         return seconds_of_turns(self.turns, blocks, once, self._hop, self.cluster.interference)
 
-    def busy(self, taken: Iterable[Taken], computing: bool) -> list[float]:
+    def busy(self, blocks: Mapping[str, Part], once: Sequence[float]) -> list[float]:
         """Seconds that each group has to do."""
-        blocks, once = self.blocks(taken, computing)
+        found = [*once]
         for turn in self.turns:
-            once[turn.row] += sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.entry.cells)
-        return once
+            found[turn.row] += sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.entry.cells)
+        return found
 
-    def least_blocks(self, taken: Iterable[Taken]) -> tuple[float, float, float]:
+    def least_blocks(self, blocks: Mapping[str, Part]) -> tuple[float, float, float]:
         """Seconds of all F, all B and all I of a step, as if all stages took as long as the fastest."""
-        blocks, _ = self.blocks(taken, True)
         often = self.count * self.candidate.microbatches
         forward, backward, cotangent = (often * min(blocks[kind].values(), default=0.0) for kind in "FBI")
         return forward, backward, cotangent
@@ -127,7 +125,7 @@ class Staged:
         """
         blocks: dict[str, Part] = {kind: {} for kind in ("F", "B", "I", "W", "R")}
         if computing and "W" in self.kinds:  # what lies between the halves of a backward is written and read
-            moved = (self.program.device.kernel_seconds((), self._halfway(stage)) for stage in range(self.count))
+            moved = (self.program.device.kernel_seconds((), nbytes) for nbytes in self._halfway)
             blocks["I"] = dict(enumerate(moved))
             blocks["W"] = dict(blocks["I"])
         once = [0.0] * len(self.candidate.groups)
@@ -234,15 +232,20 @@ class Staged:
 
         forward = np.array([path in self._forward for path in program.ops], bool)
         update = moments >= program.update
+        # Slices of a stack are added to its sum one by one.
         added = np.where(sums & program.is_stack, program.first - 1, program.last)
         held = timeline(added)
         front, back = (held[at].max(initial=0.0) for at in (forward & ~update, ~forward & ~update))
         late = timeline(program.last)[update].max(initial=0.0)
-        return Held(own[saved].sum(), self._halfway(stage), own[sums].sum(), front, back, late)
+        return Held(own[saved].sum(), self._halfway[stage], own[sums].sum(), front, back, late)
 
-    def _halfway(self, stage: int) -> float:
-        """Bytes that products read which make gradients of weights: cotangents, which other ops read, too, and what is
-        computed again."""
+    @cached_property
+    def _halfway(self) -> list[float]:
+        """Of each stage bytes that products read which make gradients of weights: cotangents, which other ops read, too;
+        and what is computed again."""
+        return [self._halfway_of(stage) for stage in range(self.count)]
+
+    def _halfway_of(self, stage: int) -> float:
         found: dict[str, float] = {}
         for op in self.graph.of_kind("backward"):
             part = self.of_op.get(op.path, {}).get(stage, 0.0)
